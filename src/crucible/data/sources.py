@@ -1,0 +1,377 @@
+"""Documents, in a fixed order, from local files and from the Hugging Face hub.
+
+A source is named by one string: `demo` (the novels shipped with the package), `hf:OWNER/NAME[:CONFIG][@SPLIT]`, or a
+file, a folder or a glob of .txt, .md and .jsonl files (plain, .gz, .xz or .zst) and .parquet files. A text file is one
+document, unless form feeds (U+000C) divide it into several. docs/formats.md, "Token shards and prepared folders", has
+the rules.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import gzip
+import hashlib
+import importlib
+import itertools
+import json
+import lzma
+import os
+import re
+import socket
+import urllib.parse
+import urllib.request
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any, Final, Protocol
+
+from crucible.data.shards import DataError
+
+DEMO: Final = "demo"
+DEMO_FILE: Final = Path(__file__).parent / "demo" / "austen.txt.xz"
+
+_DOCUMENT_END: Final = b"\f"
+_BLOCK_BYTES: Final = 2**18
+_KNOWN: Final = "known are .txt .md .jsonl (also .gz .xz .zst) and .parquet"
+_REMEDY: Final = "pip install 'crucible[data]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document and where its source stands after it."""
+
+    utf8: bytes
+    cursor: Any
+    """JSON value from which the source goes on with the next document."""
+    position: int
+    """Bytes read so far, of the source's `total_bytes`; 0 throughout a stream."""
+
+
+class Source(Protocol):
+    """What `open_source` returns."""
+
+    description: Mapping[str, Any]
+    """What is read, ready for JSON: its name, the files or the revision, the licence where it is known."""
+    total_bytes: int | None
+    """Size on disk; None for a stream."""
+
+    def documents(self, after: Any = None) -> Iterator[Document]:
+        """All documents that are more than white space, or those that follow the one whose cursor is `after`.
+
+        Raises:
+            DataError: a file or record is malformed: the message names it.
+        """
+
+
+def open_source(name: str, *, text_field: str = "text", pinned: Mapping[str, Any] | None = None) -> Source:
+    """The source of that name. `pinned` is its earlier description: a hub data set stays at that revision.
+
+    Raises:
+        DataError: nothing is there, an extension is unknown, or the hub cannot be reached.
+    """
+    if name == DEMO:
+        about = {
+            "title": "Jane Austen's six novels, a chapter a document",
+            "licence": "public domain",
+            "sha256": hashlib.sha256(DEMO_FILE.read_bytes()).hexdigest(),
+        }
+        return LocalSource([DEMO_FILE], text_field, {"name": name, **about})
+    if name.startswith("hf:"):
+        return HubSource(name, text_field, pinned)
+    files, skipped = _find_files(name)
+    sizes = [{"path": str(file), "bytes": file.stat().st_size} for file in files]
+    return LocalSource(files, text_field, {"name": name, "files": sizes, "skipped": skipped})
+
+
+def documents(name: str, *, text_field: str = "text") -> Iterator[Document]:
+    """The documents of the source of that name. Raises DataError as `open_source` and `Source.documents`."""
+    return open_source(name, text_field=text_field).documents()
+
+
+# ---- local files --------------------------------------------------------------------------------------------------
+
+
+class LocalSource:
+    """Files in a fixed order. A cursor is [files finished, records read of the next]."""
+
+    def __init__(self, files: Sequence[Path], text_field: str, description: Mapping[str, Any]) -> None:
+        self.description = description
+        self.total_bytes: int | None = sum(file.stat().st_size for file in files)
+        self._files = files
+        self._text_field = text_field
+
+    def documents(self, after: Any = None) -> Iterator[Document]:
+        first, skip = after or (0, 0)
+        before = sum(file.stat().st_size for file in self._files[:first])
+        for number in range(first, len(self._files)):
+            file = self._files[number]
+            records = enumerate(_records(file, self._text_field), start=1)
+            for count, (utf8, position) in itertools.islice(records, skip, None):
+                if utf8 and not utf8.isspace():
+                    yield Document(utf8, [number, count], before + position)
+            before += file.stat().st_size
+            skip = 0
+
+
+Record = tuple[bytes, int]
+"""UTF-8 of one record and the bytes of its file read so far."""
+
+
+def _records(path: Path, text_field: str) -> Iterator[Record]:
+    form = _form(path)
+    assert form is not None, path
+    read, compression = form
+    try:
+        with path.open("rb") as file:
+            yield from read(path, file, _COMPRESSIONS[compression](file), text_field)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (EOFError, zlib.error, lzma.LZMAError) as error:
+        raise DataError(f"{path}: damaged {compression} file: {error}") from None
+
+
+def _read_text(path: Path, file: IO[bytes], blocks: Iterator[bytes], _: str) -> Iterator[Record]:
+    for start, piece in _pieces(blocks, _DOCUMENT_END):
+        text = _decode(piece, path, start)
+        yield (text.removeprefix("\ufeff").encode() if start == 0 else piece), file.tell()
+
+
+def _read_jsonl(path: Path, file: IO[bytes], blocks: Iterator[bytes], text_field: str) -> Iterator[Record]:
+    for number, (start, line) in enumerate(_pieces(blocks, b"\n"), start=1):
+        if not line or line.isspace():
+            continue
+        try:
+            record = json.loads(_decode(line, path, start).removeprefix("\ufeff"))
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, line {number}: not JSON: {error.msg} at column {error.colno}") from None
+        yield _text(record, text_field, f"{path}, line {number}"), file.tell()
+
+
+def _read_parquet(path: Path, file: IO[bytes], _: Iterator[bytes], text_field: str) -> Iterator[Record]:
+    parquet = _require("pyarrow.parquet", str(path))
+    size = os.fstat(file.fileno()).st_size
+    try:
+        table = parquet.ParquetFile(file)
+        if text_field not in table.schema_arrow.names:
+            raise DataError(f"{path}: no column {text_field!r}; there are {', '.join(table.schema_arrow.names)}")
+        row = 0
+        for batch in table.iter_batches(columns=[text_field]):
+            for record in batch.to_pylist():
+                row += 1
+                yield _text(record, text_field, f"{path}, row {row}"), size * row // table.metadata.num_rows
+    except _require("pyarrow", str(path)).ArrowException as error:
+        raise DataError(f"{path}: not a readable parquet file: {_first_line(error)}") from None
+
+
+def _pieces(blocks: Iterator[bytes], end: bytes) -> Iterator[tuple[int, bytes]]:
+    """What lies between the `end` bytes of a stream of blocks, each with the offset it starts at."""
+    start, parts = 0, list[bytes]()
+    for block in blocks:
+        *ended, rest = block.split(end)
+        for piece in ended:
+            piece = b"".join([*parts, piece])
+            parts.clear()
+            yield start, piece
+            start += len(piece) + len(end)
+        parts.append(rest)
+    yield start, b"".join(parts)
+
+
+def _decode(utf8: bytes, path: Path, start: int) -> str:
+    try:
+        return utf8.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 at byte {start + error.start}: {error.reason}") from None
+
+
+def _text(record: Any, text_field: str, where: str) -> bytes:
+    """UTF-8 of a record's text field."""
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: expected an object with the field {text_field!r}, not {type(record).__name__}")
+    if text_field not in record:
+        raise DataError(f"{where}: no field {text_field!r}; there are {', '.join(map(repr, record))} (--text-field)")
+    text = record[text_field]
+    if not isinstance(text, str):
+        raise DataError(f"{where}: field {text_field!r} must be a string, not {type(text).__name__}")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: field {text_field!r} holds half a surrogate pair at {error.start}") from None
+
+
+def _plain(file: IO[bytes]) -> Iterator[bytes]:
+    return iter(functools.partial(file.read, _BLOCK_BYTES), b"")
+
+
+def _gunzip(file: IO[bytes]) -> Iterator[bytes]:
+    return iter(functools.partial(gzip.GzipFile(fileobj=file).read, _BLOCK_BYTES), b"")
+
+
+def _unxz(file: IO[bytes]) -> Iterator[bytes]:
+    return iter(functools.partial(lzma.LZMAFile(file).read, _BLOCK_BYTES), b"")
+
+
+def _unzstd(file: IO[bytes]) -> Iterator[bytes]:
+    """Frame by frame: the library's own stream reader takes a file cut off in a frame for a whole one."""
+    zstandard = _require("zstandard", getattr(file, "name", "a .zst file"))
+    frame = None
+    for block in _plain(file):
+        while block:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            try:
+                yield frame.decompress(block)
+            except zstandard.ZstdError as error:
+                raise zlib.error(str(error)) from None
+            block = frame.unused_data
+            frame = None if frame.eof else frame
+    if frame:
+        raise EOFError("it ends inside a frame")
+
+
+Reader = Callable[[Path, IO[bytes], Iterator[bytes], str], Iterator[Record]]
+
+_COMPRESSIONS: Final[Mapping[str, Callable[[IO[bytes]], Iterator[bytes]]]] = {
+    "": _plain,
+    ".gz": _gunzip,
+    ".xz": _unxz,
+    ".zst": _unzstd,
+}
+_READERS: Final[Mapping[str, Reader]] = {
+    ".txt": _read_text,
+    ".md": _read_text,
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+}
+
+
+def _form(path: Path) -> tuple[Reader, str] | None:
+    """How a file is read, by its name: the reader and the compression; None for an unknown extension."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    compression = suffixes.pop() if suffixes and suffixes[-1] in _COMPRESSIONS else ""
+    reader = _READERS.get(suffixes[-1]) if suffixes else None
+    if reader is None or (reader is _read_parquet and compression):
+        return None
+    return reader, compression
+
+
+def _find_files(name: str) -> tuple[list[Path], dict[str, int]]:
+    """The files of a path or glob, sorted, and how many others of a folder were passed over by extension."""
+    path = Path(name)
+    if path.is_dir():
+        return _files_below(path)
+    if path.is_file():
+        files = [path]
+    else:
+        matches = map(Path, glob.glob(name, recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
+        files = sorted(match for match in matches if match.is_file())
+    if not files:
+        raise DataError(f"{name}: matches no file" if glob.has_magic(name) else f"{name}: no such file or folder")
+    for file in files:
+        if _form(file) is None:
+            raise DataError(f"{file}: unknown extension {''.join(file.suffixes)!r}; {_KNOWN}")
+    return files, {}
+
+
+def _files_below(folder: Path) -> tuple[list[Path], dict[str, int]]:
+    files, skipped = [], Counter[str]()
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if hidden or not path.is_file():
+            continue
+        if _form(path):
+            files.append(path)
+        else:
+            skipped[path.suffix or path.name] += 1
+    if not files:
+        raise DataError(f"{folder}: no file to read in it (found {', '.join(skipped) or 'nothing'}); {_KNOWN}")
+    return files, dict(skipped)
+
+
+# ---- the Hugging Face hub -----------------------------------------------------------------------------------------
+
+
+class HubSource:
+    """A data set streamed through `datasets`, pinned to the revision it had when it was first opened.
+
+    A cursor is [records read, the stream's own state].
+    """
+
+    total_bytes: int | None = None
+
+    def __init__(self, name: str, text_field: str, pinned: Mapping[str, Any] | None) -> None:
+        match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?::([^@]+))?(?:@(.+))?", name)
+        if not match:
+            raise DataError(f"{name}: expected hf:OWNER/NAME, hf:OWNER/NAME:CONFIG or either with @SPLIT")
+        self._name = name
+        self._repository, self._config = match[1], match[2]
+        self._split = match[3] or "train"
+        self._text_field = text_field
+        self.description: Mapping[str, Any] = pinned or self._describe()
+
+    def _describe(self) -> dict[str, Any]:
+        hub = _require("huggingface_hub", self._name)
+        _require("datasets", self._name)
+        _check_network(self._name)
+        try:
+            info = hub.HfApi().dataset_info(self._repository)
+        except Exception as error:
+            raise self._failure(error) from None
+        card = info.card_data or {}
+        return {"name": self._name, "revision": info.sha, "licence": card.get("license")}
+
+    def documents(self, after: Any = None) -> Iterator[Document]:
+        datasets = _require("datasets", self._name)
+        _check_network(self._name)
+        try:
+            stream = datasets.load_dataset(
+                self._repository,
+                self._config,
+                split=self._split,
+                revision=self.description["revision"],
+                streaming=True,
+            )
+            done, state = after or (0, None)
+            if state is not None:
+                stream.load_state_dict(state)
+            for number, record in enumerate(stream, start=done + 1):
+                utf8 = _text(record, self._text_field, f"{self._name}, record {number}")
+                if utf8 and not utf8.isspace():
+                    yield Document(utf8, [number, stream.state_dict()], 0)
+        except DataError:
+            raise
+        except Exception as error:
+            raise self._failure(error) from None
+
+    def _failure(self, error: Exception) -> DataError:
+        return DataError(
+            f"{self._name}: reading from the Hugging Face hub failed: {type(error).__name__}: {_first_line(error)}; "
+            "the same command continues where it stopped"
+        )
+
+
+def _check_network(name: str) -> None:
+    """Fails at once where the hub's name cannot be resolved: its client retries for half a minute first."""
+    host = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
+    try:
+        if "https" not in urllib.request.getproxies():
+            socket.getaddrinfo(host, 443)
+    except OSError:
+        raise DataError(
+            f"{name}: no network: {host} cannot be resolved; go online, or give local files of the data set"
+        ) from None
+
+
+def _require(module: str, what: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise DataError(f"{what}: reading it needs the package {package}: {_REMEDY}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
