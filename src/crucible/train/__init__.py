@@ -1,0 +1,1 @@
+"""Training: from token shards to checkpoints. `loop.train` is the whole of it as one function."""
