@@ -38,6 +38,10 @@ LOGPROB_FLOOR: Final = -9999.0
 _NOISE_BLOCK: Final = 8192
 """Token ids whose noise is made at a time: temporaries of 64 KiB stay in cache and are no work for the allocator."""
 
+_BITS32: Final = np.uint64(32)
+_MASK32: Final = np.uint64(0xFFFFFFFF)
+_SIGN32: Final = np.uint32(0x80000000)
+
 
 class Draw(NamedTuple):
     """A token id, and whether it stands for nothing: no logit of the row was above -inf."""
@@ -75,13 +79,13 @@ def sample(
     _check_row(logits_V)
     if not 0 <= position < 2**64:
         raise ValueError(f"position must be from 0 to 2^64 - 1, not {position}")
-    adjusted_V = _adjust(logits_V, params, prompt_counts_V, output_counts_V, forbidden_ids)
+    adjusted_V = adjust(logits_V, params, prompt_counts_V, output_counts_V, forbidden_ids)
     best = int(adjusted_V.argmax())
     if adjusted_V[best] == -np.inf:
         return Draw(0, failed=True)
     if params.temperature == 0:
         return Draw(best)
-    ids_N, scores_N = _candidates(adjusted_V, adjusted_V[best], params)
+    ids_N, scores_N = candidates(adjusted_V, params)
     values_N = scores_N + gumbel_noise(params.seed, position, ids_N)
     return Draw(int(ids_N[values_N == values_N.max()].min()))
 
@@ -107,7 +111,7 @@ def logprobs(logits_V: LogitArray) -> FloatArray:
         return np.full(usable_V.shape, LOGPROB_FLOOR)
     with np.errstate(invalid="ignore", over="ignore"):
         below_best_V = np.where(usable_V == best, np.float32(0), usable_V - best).astype(np.float64)
-    total = float(_masses(below_best_V).sum()) / MASS_ONE
+    total = float(masses(below_best_V).sum()) / MASS_ONE
     logprobs_V = below_best_V - log(np.array([total]))
     return np.maximum(logprobs_V, LOGPROB_FLOOR)
 
@@ -115,16 +119,29 @@ def logprobs(logits_V: LogitArray) -> FloatArray:
 def top_tokens(logits_V: LogitArray, count: int) -> IdArray:
     """Ids of the `count` (at most V) highest logits, best first; ties to the lower id, -0 = +0, NaN below all."""
     keys_V = _order_keys(logits_V)
-    first = max(0, len(keys_V) - count)
-    keys = np.partition(keys_V, first)[first:] if first else keys_V
+    rest = max(0, len(keys_V) - count)
+    keys = np.partition(keys_V, rest - 1)[rest:] if rest else keys_V
     keys.sort()
     return (_MASK32 - (keys[::-1] & _MASK32)).astype(np.int64)
+
+
+def _order_keys(logits_V: LogitArray) -> npt.NDArray[np.uint64]:
+    """One integer per token [V], all different; a higher one comes earlier in the contract's order.
+
+    High word: the float's bits, mapped so that integers compare as the floats do. Low word: the id's complement.
+    """
+    bits_V = (logits_V + np.float32(0)).view(np.int32)  # -0 + 0 is +0
+    # A negative float has all its bits flipped, any other its sign bit alone; an arithmetic shift spreads the sign.
+    ordered_V = bits_V.view(np.uint32) ^ ((bits_V >> np.int32(31)).view(np.uint32) | _SIGN32)
+    ordered_V[np.isnan(logits_V)] = 0
+    ids_V = np.arange(len(logits_V), dtype=np.uint64)
+    return (ordered_V.astype(np.uint64) << _BITS32) | (_MASK32 - ids_V)
 
 
 # ---- step by step, in the contract's order --------------------------------------------------------------------------
 
 
-def _adjust(
+def adjust(
     logits_V: LogitArray,
     params: SamplingParams,
     prompt_counts_V: CountArray | None,
@@ -158,20 +175,24 @@ def _penalise(
     adjusted_V[output_ids] -= presence
 
 
-def _candidates(adjusted_V: LogitArray, best: np.float32, params: SamplingParams) -> tuple[IdArray, FloatArray]:
-    """Ids [N] that survive top_k, top_p and min_p, in no particular order, and their scores [N]."""
+def candidates(adjusted_V: LogitArray, params: SamplingParams) -> tuple[IdArray, FloatArray]:
+    """Ids [N] that survive top_k, top_p and min_p, in no particular order, and their scores [N].
+
+    The row is that of `adjust` and has a logit above -inf; the temperature is positive.
+    """
     top_k = params.top_k or len(adjusted_V)
     if top_k < len(adjusted_V) or params.top_p < 1:
-        ids = top_tokens(adjusted_V, top_k)
+        ids_N = top_tokens(adjusted_V, top_k)
     else:
-        ids = np.arange(len(adjusted_V), dtype=np.int64)
-    scores = _scores(adjusted_V[ids], best, params.temperature)
-    if params.top_p < 1 or params.min_p > 0:
-        masses = _masses(scores)
-        kept = _nucleus_size(masses, params.top_p) if params.top_p < 1 else len(ids)
-        survives = masses[:kept] >= math.ceil(params.min_p * MASS_ONE)
-        ids, scores = ids[:kept][survives], scores[:kept][survives]
-    return ids, scores
+        ids_N = np.arange(len(adjusted_V), dtype=np.int64)
+    scores_N = _scores(adjusted_V[ids_N], adjusted_V.max(), params.temperature)
+    if params.top_p < 1:
+        kept = _nucleus_size(masses(scores_N), params.top_p)
+        ids_N, scores_N = ids_N[:kept], scores_N[:kept]
+    if params.min_p > 0:
+        survives_N = masses(scores_N) >= math.ceil(params.min_p * MASS_ONE)
+        ids_N, scores_N = ids_N[survives_N], scores_N[survives_N]
+    return ids_N, scores_N
 
 
 def _scores(logits: LogitArray, best: np.float32, temperature: float) -> FloatArray:
@@ -186,34 +207,17 @@ def _scores(logits: LogitArray, best: np.float32, temperature: float) -> FloatAr
     return scores
 
 
-def _masses(scores: FloatArray) -> npt.NDArray[np.int64]:
+def masses(scores: FloatArray) -> npt.NDArray[np.int64]:
+    """exp(score) in units of 2^-34, rounded to the nearest, a half upwards: MASS_ONE for a score of 0."""
     return np.floor(exp(scores) * MASS_ONE + 0.5).astype(np.int64)
 
 
-def _nucleus_size(masses: npt.NDArray[np.int64], top_p: float) -> int:
+def _nucleus_size(masses_N: npt.NDArray[np.int64], top_p: float) -> int:
     """Length of the shortest prefix of masses, best token first, that reaches top_p of their sum."""
-    reached = np.cumsum(masses)
+    reached = np.cumsum(masses_N)
     total = int(reached[-1])
     threshold = min(max(math.ceil(total * top_p), 1), total)
     return int(np.searchsorted(reached, threshold)) + 1
-
-
-_BITS32: Final = np.uint64(32)
-_MASK32: Final = np.uint64(0xFFFFFFFF)
-_SIGN32: Final = np.uint32(0x80000000)
-
-
-def _order_keys(logits_V: LogitArray) -> npt.NDArray[np.uint64]:
-    """One integer per token [V], all different; a higher one comes earlier in the contract's order.
-
-    High word: the float's bits, mapped so that integers compare as the floats do. Low word: the id's complement.
-    """
-    bits_V = (logits_V + np.float32(0)).view(np.int32)  # -0 + 0 is +0
-    # A negative float has all its bits flipped, any other its sign bit alone; an arithmetic shift spreads the sign.
-    ordered_V = bits_V.view(np.uint32) ^ ((bits_V >> np.int32(31)).view(np.uint32) | _SIGN32)
-    ordered_V[np.isnan(logits_V)] = 0
-    ids_V = np.arange(len(logits_V), dtype=np.uint64)
-    return (ordered_V.astype(np.uint64) << _BITS32) | (_MASK32 - ids_V)
 
 
 def _without_nan(logits_V: LogitArray) -> LogitArray:
