@@ -122,7 +122,7 @@ class ReferenceBackend:
         self.num_slots = num_slots
         self.num_pages = num_pages
         self.cache = PagedCache(config, num_pages)
-        self._decoder = Decoder(config, weights)
+        self.decoder = Decoder(config, weights)
         self._book = SlotBook(config, num_slots, num_pages)
         self._slots: dict[int, _Slot] = {}
 
@@ -180,9 +180,9 @@ class ReferenceBackend:
                 row_ids += [slot.last_token] if segment.ids is None else segment.ids
                 slot.position = segment.start + len(segment.kinds)
         if spans:
-            x_MD = self._decoder.forward(np.array(row_ids, dtype=np.int64), spans, self.cache)
+            x_MD = self.decoder.forward(np.array(row_ids, dtype=np.int64), spans, self.cache)
             needed_M = alive_M & ((kinds_M != NONE) | all_rows)
-            logits_MV[needed_M] = self._decoder.logits(x_MD[needed_M[alive_M]])
+            logits_MV[needed_M] = self.decoder.logits(x_MD[needed_M[alive_M]])
         return logits_MV
 
     def _scores(self, segments: Sequence[Segment], logits_MV: F32) -> list[float]:
