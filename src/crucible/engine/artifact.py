@@ -18,6 +18,9 @@ from crucible.engine.safetensors_file import ArtifactError, parse_json_object, s
 __all__ = [
     "CONFIG_NAME",
     "GENERATION_NAME",
+    "PROVENANCE_NAME",
+    "TOKENIZER_CONFIG_NAME",
+    "TOKENIZER_NAME",
     "ArtifactError",
     "Dtype",
     "Generation",
@@ -31,11 +34,14 @@ __all__ = [
 
 CONFIG_NAME: Final = "config.json"
 GENERATION_NAME: Final = "generation_config.json"
+TOKENIZER_NAME: Final = "tokenizer.json"
+TOKENIZER_CONFIG_NAME: Final = "tokenizer_config.json"
+PROVENANCE_NAME: Final = "crucible.json"
 
 Dtype = Literal["f32", "f16", "bf16"]
 """How the tensors of an artifact are stored."""
 
-TORCH_DTYPES: Final[Mapping[Dtype, str]] = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+_TORCH_DTYPES: Final[Mapping[Dtype, str]] = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 _SIZES: Final = (
     "vocab_size",
@@ -171,7 +177,7 @@ def config_to_json(
         "tie_word_embeddings": config.tie_word_embeddings,
         "attention_bias": False,
         "mlp_bias": False,
-        "torch_dtype": TORCH_DTYPES[dtype],
+        "torch_dtype": _TORCH_DTYPES[dtype],
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
     }

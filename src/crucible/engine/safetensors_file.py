@@ -23,6 +23,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from crucible.errors import CrucibleError
+
 MAX_HEADER_BYTES: Final = 100_000_000
 """Length above which a header is refused unread; the reference library draws the same line."""
 
@@ -61,7 +63,7 @@ _repr.maxstring = _repr.maxother = 120
 _repr.maxlist = MAX_DIMS
 
 
-class ArtifactError(ValueError):
+class ArtifactError(CrucibleError):
     """A model on disk that cannot be used: the message names the file and, where there is one, tensor or key."""
 
 

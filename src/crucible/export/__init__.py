@@ -1,0 +1,1 @@
+"""From a checkpoint to an artifact, and proof that the two compute the same."""
