@@ -15,8 +15,10 @@ import transformers
 from cells import all_cells, axis_cells, toy
 from safetensors.torch import load_file, save_file
 from toy_weights import toy_weights
+from train_runs import toy_run
 
 from crucible.config import ModelConfig
+from crucible.data.shards import write_shard
 from crucible.engine.artifact import ArtifactError, Generation, read_config, read_generation, read_json
 from crucible.engine.weights import INDEX_NAME, WEIGHTS_NAME, load_weights
 from crucible.export import artifact as exporter
@@ -25,6 +27,7 @@ from crucible.export.names import from_artifact, to_artifact
 from crucible.model.transformer import Transformer
 from crucible.tokenizer import Tokenizer
 from crucible.train.checkpoint import CheckpointError, TrainingState, save
+from crucible.train.loop import train
 
 VOCAB = 300
 TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want."
@@ -73,28 +76,40 @@ def test_a_name_outside_the_map_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_folder_holds_what_the_formats_document_says(dtype: Any, run: Path, tmp_path: Path) -> None:
-    (run / "config.json").write_text(json.dumps({"data": {"tokens": 5}, "git_commit": "abc", "lr": 1e-3}))
     out = export_checkpoint(run, tmp_path / "deep" / "out", dtype=dtype)
     assert out == tmp_path / "deep" / "out"
     files = "config.json crucible.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json"
     assert sorted(path.name for path in out.iterdir()) == files.split()
     assert [path.name for path in out.parent.iterdir()] == ["out"]
-    assert {path.stat().st_mode for path in out.iterdir()} == {(run / "config.json").stat().st_mode}
+    assert {path.stat().st_mode for path in out.iterdir()} == {(run / "tokenizer.json").stat().st_mode}
     tokenizer = Tokenizer.from_file(out)
     assert tokenizer.sha256 == Tokenizer.from_file(run).sha256
     assert read_config(out) == toy(vocab_size=VOCAB)
     assert read_generation(out) == Generation(tokenizer.eot_id, (tokenizer.eot_id,), tokenizer.eot_id)
     provenance = read_json(out / "crucible.json")
     assert provenance.pop("exported_with").keys() == {"crucible", "torch", "safetensors"}
-    assert provenance == {
-        "run": "run",
-        "step": 3,
-        "tokens": 120,
-        "val_loss": 2.5,
-        "dtype": dtype,
-        "data": {"tokens": 5},
-        "git_commit": "abc",
-    }
+    assert provenance == {"run": "run", "step": 3, "tokens": 120, "val_loss": 2.5, "dtype": dtype}
+
+
+def test_a_trained_run_exports_with_its_provenance(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    data, run = tmp_path / "data", tmp_path / "demo"
+    data.mkdir()
+    tokenizer.save(data / "tokenizer.json")
+    (data / "meta.json").write_text(json.dumps({"sources": ["prose"]}))
+    ids = np.array(tokenizer.encode(TEXT) * 20)
+    for name in ("train_000000.bin", "val_000000.bin"):
+        write_shard(data / name, ids, vocab_size=tokenizer.vocab_size, tokenizer_id=tokenizer.sha256[:8])
+    config = toy_run(tmp_path, "demo", model=toy(vocab_size=VOCAB), steps=4, warmup_steps=1)
+    assert config.data == data
+    train(config)
+    out = export_checkpoint(run, tmp_path / "out")
+    assert verify(out, run).max_relative_error < 2e-5
+    assert verify_engine(out, run).max_relative_error < 2e-5
+    provenance = read_json(out / "crucible.json")
+    assert (provenance["run"], provenance["step"], provenance["data"]) == ("demo", 4, {"sources": ["prose"]})
+    assert provenance["tokenizer_sha256"] == tokenizer.sha256.hex()
+    assert provenance["versions"]["torch"] == torch.__version__
+    assert {"git", "device", "val_loss"} <= provenance.keys()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -166,9 +181,10 @@ def test_a_broken_checkpoint_is_not_exported(value: float) -> None:
 
 
 def test_a_run_without_a_fitting_tokenizer_is_refused(run: Path, tmp_path: Path) -> None:
-    Tokenizer.gpt2().save(run / "tokenizer.json")
-    with pytest.raises(ArtifactError, match=r"tokenizer\.json: 50257 tokens do not fit the model's vocab_size=300"):
-        export_checkpoint(run, tmp_path / "out")
+    small = tmp_path / "small"
+    write_checkpoint(small, toy(vocab_size=270), Tokenizer.from_file(run))
+    with pytest.raises(ArtifactError, match=r"tokenizer\.json: 280 tokens do not fit the model's vocab_size=270"):
+        export_checkpoint(small, tmp_path / "out")
     (run / "tokenizer.json").unlink()
     with pytest.raises(ArtifactError, match=r"tokenizer\.json: no such file"):
         export_checkpoint(run, tmp_path / "out")

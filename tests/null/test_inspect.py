@@ -20,7 +20,7 @@ from toy_weights import toy_weights
 from crucible.config import PRESETS, ModelConfig
 from crucible.engine.artifact import ArtifactError, Generation, config_to_json, generation_to_json
 from crucible.engine.weights import INDEX_NAME, WEIGHTS_NAME
-from crucible.export.inspect import Inspection, inspect, render
+from crucible.export.inspect import Inspection, inspect
 from crucible.export.names import from_artifact, to_artifact
 from crucible.tokenizer import Tokenizer
 
@@ -49,7 +49,7 @@ def write_checkpoint(folder: Path, config: ModelConfig) -> Path:
 
 def rendered(inspection: Inspection, width: int = 200) -> str:
     out = io.StringIO()
-    render(inspection, Console(file=out, width=width, force_terminal=True, color_system=None))
+    Console(file=out, width=width, force_terminal=True, color_system=None).print(inspection.render())
     return out.getvalue()
 
 
@@ -216,8 +216,8 @@ def test_inspecting_needs_no_torch(tmp_path: Path) -> None:
     folder = write_artifact(tmp_path, toy())
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from crucible.export.inspect import inspect, render\n"
-        f"render(inspect({str(folder)!r}))"
+        "import rich; from crucible.export.inspect import inspect\n"
+        f"rich.print(inspect({str(folder)!r}).render())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,6 @@ from crucible.engine.artifact import (
     Generation,
     config_to_json,
     generation_to_json,
-    read_json,
 )
 from crucible.engine.weights import INDEX_NAME, WEIGHTS_NAME
 from crucible.export.names import to_artifact
@@ -36,6 +35,8 @@ from crucible.export.verify import Verification, verify, verify_engine
 from crucible.tokenizer import Tokenizer
 from crucible.train.checkpoint import Checkpoint, Which, load, resolve
 from crucible.train.files import sync_file, write_json
+from crucible.train.folder import CONFIG_FILE
+from crucible.train.folder import read as read_run
 
 __all__ = ["Verification", "export_checkpoint", "verify", "verify_engine"]
 
@@ -66,20 +67,20 @@ def export_checkpoint(
         dtype: how tensors are stored, f32, f16 or bf16; rounded to nearest, ties to even.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is malformed.
+        CheckpointError, TrainError: there is no such checkpoint, or it or its run's config.json is malformed.
         ArtifactError: `dtype` is none of these, `out` exists and may not be replaced, the run has no tokenizer that
             fits its model, or a weight is not finite or out of `dtype`'s range (the message names the tensor).
         OSError: `out` cannot be written; nothing is left behind.
     """
     if dtype not in _TORCH_DTYPES:
         raise ArtifactError(f"dtype must be one of {', '.join(_TORCH_DTYPES)}, not {dtype!r}")
-    out = Path(out).resolve()
-    _check_target(out, force=force)
+    target = Path(out).resolve()
+    _check_target(target, force=force)
     checkpoint = load(resolve(Path(checkpoint_or_run), which))
     tokenizer = _read_tokenizer(checkpoint)
     shards = _split(round_tensors(checkpoint.tensors, dtype), max_shard_bytes)
-    temporary = out.with_name(f".tmp-{out.name}-{secrets.token_hex(4)}")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}")
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         temporary.mkdir()
         _write_texts(temporary, checkpoint, tokenizer, dtype)
@@ -89,11 +90,11 @@ def export_checkpoint(
             path.chmod(stat.S_IMODE((temporary / CONFIG_NAME).stat().st_mode))
             sync_file(path)
         sync_folder(temporary)
-        _put(temporary, out)
+        _put(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return out
+    return Path(out)
 
 
 def round_tensors(tensors: Mapping[str, Tensor], dtype: Dtype) -> dict[str, Tensor]:
@@ -149,18 +150,13 @@ def _tokenizer_config(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, An
 def _provenance(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Any]:
     """Where the artifact comes from. Nothing needs this to run the model."""
     run, state = _run_folder(checkpoint), checkpoint.state
-    # A checkpoint that was copied out of its run has no config.json above it.
-    recorded = read_json(run / CONFIG_NAME) if (run / CONFIG_NAME).is_file() else {}
+    values = {"run": run.name, "step": state.step, "tokens": state.tokens, "val_loss": state.val_loss, "dtype": dtype}
+    if (run / CONFIG_FILE).is_file():  # else the checkpoint was copied out of its run
+        stored = read_run(run)
+        values |= {"data": stored.data.get("meta"), "tokenizer_sha256": stored.data.get("tokenizer_sha256")}
+        values |= {key: stored.environment.get(key) for key in ("git", "device", "versions")}
     versions = {"crucible": crucible.__version__, "torch": version("torch"), "safetensors": version("safetensors")}
-    return {
-        "run": run.name,
-        "step": state.step,
-        "tokens": state.tokens,
-        "val_loss": state.val_loss,
-        "dtype": dtype,
-        **{key: recorded[key] for key in ("data", "git_commit", "device", "versions") if key in recorded},
-        "exported_with": versions,
-    }
+    return {**values, "exported_with": versions}
 
 
 def _write_tensors(folder: Path, shards: list[dict[str, Tensor]]) -> None:

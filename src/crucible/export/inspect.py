@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from rich import box
-from rich.console import Console
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -60,23 +60,21 @@ class Inspection:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
 
-
-def render(inspection: Inspection, console: Console | None = None) -> None:
-    """Prints a summary and the table of tensors. Nothing that a file says can style or move the terminal."""
-    summary = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    summary.add_column(style="bold", no_wrap=True)
-    summary.add_column(overflow="fold")
-    for key, value in _summarise(inspection):
-        summary.add_row(_text(key), _text(value))
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("tensor", overflow="fold")
-    for heading in ("shape", "dtype", "bytes"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for info in inspection.tensors:
-        shape = " x ".join(map(str, info.shape)) or "scalar"
-        table.add_row(_text(info.name), shape, info.dtype, f"{info.nbytes:,}")
-    console = console or Console()
-    console.print(summary, table)
+    def render(self) -> RenderableType:
+        """A summary and the table of tensors, for `rich`. Nothing that a file says can style or move the terminal."""
+        summary = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        summary.add_column(style="bold", no_wrap=True)
+        summary.add_column(overflow="fold")
+        for key, value in _summarise(self):
+            summary.add_row(_text(key), _text(value))
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.add_column("tensor", overflow="fold")
+        for heading in ("shape", "dtype", "bytes"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for info in self.tensors:
+            shape = " x ".join(map(str, info.shape)) or "scalar"
+            table.add_row(_text(info.name), shape, info.dtype, f"{info.nbytes:,}")
+        return Group(summary, table)
 
 
 def inspect(path: Path) -> Inspection:
