@@ -1,0 +1,10 @@
+"""The one base class of errors that a user's input can cause."""
+
+from __future__ import annotations
+
+
+class CrucibleError(ValueError):
+    """Bad input: the message is one line that names the field or file and says what is allowed.
+
+    The command line prints it without a traceback; a program can catch it as a ValueError.
+    """
