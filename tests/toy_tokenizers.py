@@ -24,18 +24,19 @@ TEXT_TOKENS = ["    ", "\n\n\n", "covfefe"]
 
 
 def byte_level() -> bytes:
-    """As Qwen's: markers of both kinds behind the model's ids; two of them are whole pieces of the model as well."""
+    """As Qwen's and Llama 3's: markers of both kinds behind the model's ids, two of them whole pieces of the model
+    as well; and "zyzzyva", a piece that no merge makes, for `ignore_merges` to find."""
     from crucible.tokenizer import Tokenizer
 
     document = json.loads(Tokenizer.train([TRAINING_TEXT], 300).to_json())
     vocab = document["model"]["vocab"]
-    for piece in ("<|im_end|>", "<tool_call>"):
+    for piece in ("zyzzyva", "<|im_end|>", "<tool_call>"):
         vocab[piece] = len(vocab)
     document["model"]["ignore_merges"] = True
-    # One word, so that a marker can be a whole one.
+    # The text is one word, so that a marker can be a whole one.
     document["pre_tokenizer"]["use_regex"] = False
     library = tokenizers.Tokenizer.from_str(json.dumps(document))
-    library.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    library.add_special_tokens(["<|im_start|>", "<|im_end|>", "PAD"])
     _add_distractions(library, bos="<|im_start|>")
     return library.to_str().encode()
 
@@ -71,6 +72,7 @@ def metaspace_unigram() -> bytes:
     pieces = [(piece, 0.0) for piece in ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]]
     pieces += [(piece, -8.0 - i / 16) for i, piece in enumerate(dict.fromkeys(letters))]
     pieces += [(piece, -6.0 - i / 16) for i, piece in enumerate(words)]
+    pieces += [("", -20.0)]
     library = tokenizers.Tokenizer(models.Unigram(vocab=pieces, unk_id=0, byte_fallback=True))
     library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])

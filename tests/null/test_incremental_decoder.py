@@ -136,6 +136,16 @@ def test_ending_within_a_character_flushes_once(
     assert decoder.flush() == ""
 
 
+def test_only_one_leading_space_goes(tokenizers: dict[str, Tokenizer]) -> None:
+    bpe, unigram = tokenizers["metaspace_bpe"], tokenizers["metaspace_unigram"]
+    ids = {bpe.token_bytes(i): i for i in range(bpe.vocab_size)}
+    assert bpe.decode([ids[b"  "], ids[b" the"]]) == "  the"
+    assert_streams_as_decoded(bpe, [ids[b"  "], ids[b" the"]])
+    # A token without bytes is not yet the start of the text.
+    nothing = next(i for i in range(unigram.vocab_size) if unigram.token_bytes(i) == b"")
+    assert_streams_as_decoded(unigram, [nothing, *unigram.encode("the")])
+
+
 def test_an_unknown_id_changes_nothing(tokenizers: dict[str, Tokenizer], byte_ids: dict[str, dict[int, int]]) -> None:
     decoder = IncrementalDecoder(tokenizers["metaspace_bpe"])
     with pytest.raises(TokenizerError, match=r"^token id 99999 is outside the vocabulary of 343 tokens$"):

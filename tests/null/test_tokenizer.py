@@ -97,6 +97,7 @@ def test_the_first_256_ids_are_the_bytes(gpt2: Tokenizer, trained: Tokenizer) ->
 def test_markers_in_text_are_encoded_as_characters(toys: dict[str, Tokenizer], name: str) -> None:
     tokenizer = toys[name]
     assert set(MARKERS) < set(tokenizer.control_tokens)
+    assert "PAD" in toys["byte_level"].control_tokens  # a word, but marked special
     assert not set(TEXT_TOKENS) & set(tokenizer.control_tokens)
     texts = [
         before + marker + after
@@ -146,7 +147,15 @@ def test_the_name_of_a_byte_is_not_the_byte(toys: dict[str, Tokenizer]) -> None:
 def test_text_without_markers_encodes_as_the_library_does(toys: dict[str, Tokenizer], name: str) -> None:
     library = library_tokenizer(toy_json(name))
     markers = list(toys[name].control_tokens)
-    texts = [*VARIED, *TRAINING_TEXT.split(), TRAINING_TEXT, "x    covfefe\n\n\ny", "the cat<>covfefe", "世界 🙂"]
+    texts = [
+        *VARIED,
+        *TRAINING_TEXT.split(),
+        TRAINING_TEXT,
+        "x    covfefe\n\n\ny",
+        "the cat<>covfefe",
+        "世界 🙂",
+        "zyzzyva",
+    ]
     texts = [text for text in texts if not any(marker in text for marker in markers)]
     for text in texts:
         assert toys[name].encode(text) == library.encode(text, add_special_tokens=False).ids
@@ -178,8 +187,13 @@ def test_dropout_is_off() -> None:
 def test_surrogates_as_tiktoken(gpt2: Tokenizer) -> None:
     assert gpt2.encode("\ud83d\ude00") == gpt2.encode("😀")
     assert gpt2.encode_batch(["ok", "a\ud83d"]) == [gpt2.encode("ok"), gpt2.encode("a\ufffd")]
-    with pytest.raises((TypeError, AttributeError)):
-        gpt2.encode(b"bytes")  # type: ignore[arg-type]
+
+
+def test_characters_without_a_token_are_an_error_not_a_crash() -> None:
+    document = json.loads(toy_json("metaspace_unigram"))
+    document["model"] |= {"byte_fallback": False, "unk_id": None}
+    with pytest.raises(TokenizerError, match="^text cannot be encoded: "):
+        Tokenizer.from_bytes(json.dumps(document).encode()).encode("the ~")
 
 
 # ---- ids to text ----------------------------------------------------------------------------------------------
@@ -442,7 +456,7 @@ def test_training_is_deterministic(trained: Tokenizer) -> None:
             **os.environ,
             "RAYON_NUM_THREADS": threads,
             "PYTHONHASHSEED": hash_seed,
-            "PYTHONPATH": str(Path(__file__).parent.parent),
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]),
         }
         printed = subprocess.run(
             [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
@@ -475,6 +489,8 @@ def test_a_vocabulary_too_small_for_the_bytes(vocab_size: int) -> None:
 def test_too_little_text_for_the_vocabulary() -> None:
     with pytest.raises(TokenizerError, match=r"repeated pairs for \d+ tokens only, not for vocab_size=5000"):
         Tokenizer.train([TRAINING_TEXT], 5000)
+    with pytest.raises(TokenizerError, match="repeated pairs for 257 tokens only"):
+        Tokenizer.train(["abcdefgh"], 258)  # each pair once: nothing repeats
 
 
 def test_parse_train_spec() -> None:

@@ -105,7 +105,7 @@ def well_formed(text: str) -> str:
 def _document(merges: Sequence[str]) -> dict[str, Any]:
     vocab = {character: token_id for token_id, character in enumerate(BYTE_CHARACTERS.values())}
     for merge in merges:
-        # Two merges may spell one piece ("a bc" and "ab c"): it keeps its first id.
+        # Were a piece ever spelt by two merges, it would keep the id of the first.
         vocab.setdefault(merge.replace(" ", ""), len(vocab))
     vocab[END_OF_TEXT] = len(vocab)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

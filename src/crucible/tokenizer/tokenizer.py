@@ -117,20 +117,10 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each, on as many threads as the library takes (RAYON_NUM_THREADS, TOKENIZERS_PARALLELISM)."""
         try:
-            encodings = self._encodings(list(texts))
-        except TypeError:  # what the library raises for surrogates
-            encodings = self._encodings(list(map(well_formed, texts)))
-        return [encoding.ids for encoding in encodings]
-
-    def _encodings(self, texts: list[str]) -> Any:
-        try:
-            return self._encoder.encode_batch_fast(texts, add_special_tokens=False)
-        except TypeError:
-            raise
-        except (
-            Exception
-        ) as error:  # the library raises Exception itself: no token for a character, nor for unknown ones
+            encodings = self._encoder.encode_batch_fast(list(map(well_formed, texts)), add_special_tokens=False)
+        except Exception as error:  # the library raises Exception itself
             raise TokenizerError(f"text cannot be encoded: {error}") from None
+        return [encoding.ids for encoding in encodings]
 
     # ---- ids to text ------------------------------------------------------------------------------------------
 
