@@ -192,7 +192,7 @@ def test_surrogates_as_tiktoken(gpt2: Tokenizer) -> None:
 def test_characters_without_a_token_are_an_error_not_a_crash() -> None:
     document = json.loads(toy_json("metaspace_unigram"))
     document["model"] |= {"byte_fallback": False, "unk_id": None}
-    with pytest.raises(TokenizerError, match="^text cannot be encoded: "):
+    with pytest.raises(TokenizerError, match=r"^text cannot be encoded: "):
         Tokenizer.from_bytes(json.dumps(document).encode()).encode("the ~")
 
 
