@@ -215,7 +215,7 @@ def test_a_token_outside_the_vocabulary_is_raised_by_its_batch_and_ever_after(tm
         for _ in range(5):
             loader.next_batch()
         for _ in range(3):
-            with pytest.raises(DataError, match=r"train_000000\.bin: token 65535 is outside its vocabulary 100"):
+            with pytest.raises(DataError, match=r"train_000000\.bin: token 65535 is outside its vocabulary of 100"):
                 loader.next_batch()
         assert loader.state == LoaderState(0, 0, 5, 0)
 

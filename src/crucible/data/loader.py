@@ -117,13 +117,14 @@ class Loader:
         if not 0 <= rank < world_size:
             raise DataError(f"loader: rank must be from 0 to {world_size - 1}, not {rank}")
         self._shards = _usable([Shard.open(Path(path)) for path in shards])
-        self._batch_size, self._context_length = batch_size, context_length
-        self._rank, self._world_size = rank, world_size
-        self._shuffle = shuffle
         self._window_counts = [-(-(shard.num_tokens - 1) // context_length) for shard in self._shards]
-        self._opened: tuple[tuple[int, int], _OpenShard] | None = None
-        self._state = self._checked(state) if state else LoaderState(0, 0, 0, seed)
-        self._prefetcher = _Prefetcher(self._batches(self._state), prefetch) if prefetch else None
+        self._batch_size, self._context_length = batch_size, context_length
+        self._rank, self._world_size, self._shuffle = rank, world_size, shuffle
+        self._state = state or LoaderState(0, 0, 0, seed)
+        self._seed = self._state.seed
+        self._at: tuple[int, int] | None = None
+        self._check_state()
+        self._prefetcher = _Prefetcher(self._batches(), prefetch) if prefetch else None
 
     @property
     def state(self) -> LoaderState:
@@ -160,7 +161,8 @@ class Loader:
 
     # ---- the sequence of windows ------------------------------------------------------------------------------
 
-    def _batches(self, state: LoaderState) -> Iterator[tuple[Batch, LoaderState]]:
+    def _batches(self) -> Iterator[tuple[Batch, LoaderState]]:
+        state = self._state
         while True:
             batch, state = self._batch_at(state)
             yield batch, state
@@ -170,71 +172,55 @@ class Loader:
         rows, width = self._batch_size, self._context_length
         tokens_BT, targets_BT = np.empty((rows, width), np.int64), np.empty((rows, width), np.int64)
         first, step_windows, done = self._rank * rows, self._world_size * rows, 0
+        epoch, shard, offset = state.epoch, state.shard, state.offset
         while done < step_windows:
-            shard = self._open(state.epoch, state.shard, state.seed)
-            taken = min(step_windows - done, len(shard.order) - state.offset)
+            self._open(epoch, shard)
+            taken = min(step_windows - done, len(self._order) - offset)
             # Of the step's windows [done, done + taken) this rank's own are those in [first, first + rows).
             low, high = max(done, first), min(done + taken, first + rows)
             if low < high:
-                windows = shard.order[state.offset + low - done : state.offset + high - done]
-                at = slice(low - first, high - first)
-                shard.gather(windows, tokens_BT[at], targets_BT[at])
-            done += taken
-            state = self._advance(state, taken)
-        return (tokens_BT, targets_BT), state
+                windows, at = self._order[offset + low - done : offset + high - done], slice(low - first, high - first)
+                self._gather(windows, tokens_BT[at], targets_BT[at])
+            done, offset = done + taken, offset + taken
+            if offset == len(self._order):
+                shard, offset = shard + 1, 0
+            if shard == len(self._shards):
+                epoch, shard = epoch + 1, 0
+        return (tokens_BT, targets_BT), LoaderState(epoch, shard, offset, state.seed)
 
-    def _open(self, epoch: int, position: int, seed: int) -> _OpenShard:
-        """The shard at a position of an epoch's order. One is kept open: a batch asks for the same one many times."""
-        if self._opened is None or self._opened[0] != (epoch, position):
-            index = self._shard_at(epoch, position, seed)
-            count = self._window_counts[index]
-            order = permutation(count, seed=seed, epoch=epoch, stream=index + 1) if self._shuffle else np.arange(count)
-            self._opened = (epoch, position), _OpenShard(self._shards[index], order)
-        return self._opened[1]
+    def _open(self, epoch: int, position: int) -> None:
+        """Maps the shard at a position of an epoch's order. One is kept: a step asks for the same one many times."""
+        if self._at != (epoch, position):
+            index = int(self._permutation(len(self._shards), epoch, stream=0)[position])
+            self._order = self._permutation(self._window_counts[index], epoch, stream=index + 1)
+            self._shard, self._tokens = self._shards[index], np.asarray(self._shards[index].tokens)
+            self._at = epoch, position
 
-    def _shard_at(self, epoch: int, position: int, seed: int) -> int:
-        if not self._shuffle:
-            return position
-        return int(permutation(len(self._shards), seed=seed, epoch=epoch, stream=0)[position])
+    def _permutation(self, count: int, epoch: int, stream: int) -> Ints:
+        return permutation(count, seed=self._seed, epoch=epoch, stream=stream) if self._shuffle else np.arange(count)
 
-    def _advance(self, state: LoaderState, windows: int) -> LoaderState:
-        epoch, shard, offset = state.epoch, state.shard, state.offset + windows
-        if offset == self._window_counts[self._shard_at(epoch, shard, state.seed)]:
-            shard, offset = shard + 1, 0
-        if shard == len(self._shards):
-            epoch, shard = epoch + 1, 0
-        return LoaderState(epoch, shard, offset, state.seed)
-
-    def _checked(self, state: LoaderState) -> LoaderState:
-        if state.shard >= len(self._shards):
-            raise DataError(f"loader state: shard {state.shard} of {len(self._shards)}: made with other shards")
-        count = self._window_counts[self._shard_at(state.epoch, state.shard, state.seed)]
-        if state.offset >= count:
-            raise DataError(
-                f"loader state: window {state.offset} of {count}: made with other shards or another context length"
-            )
-        return state
-
-
-class _OpenShard:
-    """A mapped shard and the order its windows are visited in."""
-
-    def __init__(self, shard: Shard, order: Ints) -> None:
-        self.shard = shard
-        self.order = order
-        self._tokens = np.asarray(shard.tokens)
-
-    def gather(self, windows: Ints, tokens_BT: Ints, targets_BT: Ints) -> None:
-        """Fills both arrays with some windows, one a row."""
-        last = self.shard.num_tokens - 1
-        index = windows[:, None] * tokens_BT.shape[1] + np.arange(tokens_BT.shape[1] + 1)
+    def _gather(self, windows: Ints, tokens_BT: Ints, targets_BT: Ints) -> None:
+        """Fills both arrays with some windows of the open shard, one a row."""
+        last = self._shard.num_tokens - 1
+        index = windows[:, None] * self._context_length + np.arange(self._context_length + 1)
         block = self._tokens.take(index, mode="clip")
-        if self.shard.vocab_size and block.max() >= self.shard.vocab_size:
-            raise DataError(f"{self.shard.path}: token {block.max()} is outside its vocabulary {self.shard.vocab_size}")
+        largest, vocab_size = block.max(), self._shard.vocab_size
+        if vocab_size and largest >= vocab_size:
+            raise DataError(f"{self._shard.path}: token {largest} is outside its vocabulary of {vocab_size}")
         tokens_BT[:], targets_BT[:] = block[:, :-1], block[:, 1:]
         if index[:, -1].max() > last:
             padding = index[:, 1:] > last
             tokens_BT[padding], targets_BT[padding] = 0, PAD_TARGET
+
+    def _check_state(self) -> None:
+        state, count = self._state, len(self._shards)
+        if state.shard >= count:
+            raise DataError(f"loader state: shard {state.shard} of {count}: made with other shards")
+        self._open(state.epoch, state.shard)
+        if state.offset >= len(self._order):
+            raise DataError(
+                f"loader state: window {state.offset} of {len(self._order)}: made with other shards or another context"
+            )
 
 
 def _usable(shards: list[Shard]) -> list[Shard]:

@@ -23,11 +23,11 @@ import urllib.parse
 import urllib.request
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any, Final, Protocol
+from typing import IO, Any, Final
 
 from crucible.data.shards import DataError
 
@@ -51,35 +51,22 @@ class Document:
     """Bytes read so far, of the source's `total_bytes`; 0 throughout a stream."""
 
 
-class Source(Protocol):
-    """What `open_source` returns."""
-
-    description: Mapping[str, Any]
-    """What is read, ready for JSON: its name, the files or the revision, the licence where it is known."""
-    total_bytes: int | None
-    """Size on disk; None for a stream."""
-
-    def documents(self, after: Any = None) -> Iterator[Document]:
-        """All documents that are more than white space, or those that follow the one whose cursor is `after`.
-
-        Raises:
-            DataError: a file or record is malformed: the message names it.
-        """
-
-
-def open_source(name: str, *, text_field: str = "text", pinned: Mapping[str, Any] | None = None) -> Source:
+def open_source(name: str, *, text_field: str = "text", pinned: dict[str, Any] | None = None) -> Source:
     """The source of that name. `pinned` is its earlier description: a hub data set stays at that revision.
+
+    `description` says what is read, ready for JSON: its name, the files or the revision, the licence where it is
+    known. `total_bytes` is its size on disk, None for a stream. `documents(after)` yields all documents that are more
+    than white space, or those that follow the one whose cursor is `after`; it raises DataError naming the file and
+    place of a malformed record.
 
     Raises:
         DataError: nothing is there, an extension is unknown, or the hub cannot be reached.
     """
     if name == DEMO:
-        about = {
-            "title": "Jane Austen's six novels, a chapter a document",
-            "licence": "public domain",
-            "sha256": hashlib.sha256(DEMO_FILE.read_bytes()).hexdigest(),
-        }
-        return LocalSource([DEMO_FILE], text_field, {"name": name, **about})
+        about = {"name": name, "title": "Jane Austen's six novels", "licence": "public domain"}
+        return LocalSource(
+            [DEMO_FILE], text_field, about | {"sha256": hashlib.sha256(DEMO_FILE.read_bytes()).hexdigest()}
+        )
     if name.startswith("hf:"):
         return HubSource(name, text_field, pinned)
     files, skipped = _find_files(name)
@@ -88,8 +75,19 @@ def open_source(name: str, *, text_field: str = "text", pinned: Mapping[str, Any
 
 
 def documents(name: str, *, text_field: str = "text") -> Iterator[Document]:
-    """The documents of the source of that name. Raises DataError as `open_source` and `Source.documents`."""
+    """The documents of the source of that name. Raises DataError as `open_source` and on a malformed record."""
     return open_source(name, text_field=text_field).documents()
+
+
+def read_all(sources: Sequence[Source], after: Any = None) -> Iterator[Document]:
+    """The documents of all sources in turn. A cursor is [source, that source's cursor]; positions add up."""
+    first, inner = after or (0, None)
+    before = 0
+    for number, source in enumerate(sources):
+        if number >= first:
+            for document in source.documents(inner if number == first else None):
+                yield Document(document.utf8, [number, document.cursor], before + document.position)
+        before += source.total_bytes or 0
 
 
 # ---- local files --------------------------------------------------------------------------------------------------
@@ -98,9 +96,9 @@ def documents(name: str, *, text_field: str = "text") -> Iterator[Document]:
 class LocalSource:
     """Files in a fixed order. A cursor is [files finished, records read of the next]."""
 
-    def __init__(self, files: Sequence[Path], text_field: str, description: Mapping[str, Any]) -> None:
+    def __init__(self, files: Sequence[Path], text_field: str, description: dict[str, Any]) -> None:
         self.description = description
-        self.total_bytes: int | None = sum(file.stat().st_size for file in files)
+        self.total_bytes = sum(file.stat().st_size for file in files)
         self._files = files
         self._text_field = text_field
 
@@ -234,18 +232,8 @@ def _unzstd(file: IO[bytes]) -> Iterator[bytes]:
 
 Reader = Callable[[Path, IO[bytes], Iterator[bytes], str], Iterator[Record]]
 
-_COMPRESSIONS: Final[Mapping[str, Callable[[IO[bytes]], Iterator[bytes]]]] = {
-    "": _plain,
-    ".gz": _gunzip,
-    ".xz": _unxz,
-    ".zst": _unzstd,
-}
-_READERS: Final[Mapping[str, Reader]] = {
-    ".txt": _read_text,
-    ".md": _read_text,
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-}
+_COMPRESSIONS: Final = {"": _plain, ".gz": _gunzip, ".xz": _unxz, ".zst": _unzstd}
+_READERS: Final = {".txt": _read_text, ".md": _read_text, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
 
 def _form(path: Path) -> tuple[Reader, str] | None:
@@ -300,9 +288,9 @@ class HubSource:
     A cursor is [records read, the stream's own state].
     """
 
-    total_bytes: int | None = None
+    total_bytes = None
 
-    def __init__(self, name: str, text_field: str, pinned: Mapping[str, Any] | None) -> None:
+    def __init__(self, name: str, text_field: str, pinned: dict[str, Any] | None) -> None:
         match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?::([^@]+))?(?:@(.+))?", name)
         if not match:
             raise DataError(f"{name}: expected hf:OWNER/NAME, hf:OWNER/NAME:CONFIG or either with @SPLIT")
@@ -310,7 +298,7 @@ class HubSource:
         self._repository, self._config = match[1], match[2]
         self._split = match[3] or "train"
         self._text_field = text_field
-        self.description: Mapping[str, Any] = pinned or self._describe()
+        self.description = pinned or self._describe()
 
     def _describe(self) -> dict[str, Any]:
         hub = _require("huggingface_hub", self._name)
@@ -375,3 +363,6 @@ def _require(module: str, what: str) -> ModuleType:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+Source = LocalSource | HubSource

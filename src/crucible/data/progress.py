@@ -1,0 +1,53 @@
+"""How far preparing data has come, and a progress bar of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+Stage = Literal["tokenizer", "tokens"]
+"""Reading documents to train a tokenizer on, or making tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """What is done so far, earlier runs that were resumed included."""
+
+    stage: Stage
+    documents: int
+    tokens: int
+    fraction: float | None
+    """From 0 to 1 by bytes read or by the token limit, whichever is further; None for a stream without a limit."""
+
+
+OnProgress = Callable[[Progress], None]
+
+
+@contextmanager
+def progress_bar() -> Iterator[OnProgress]:
+    """A bar on the terminal that shows each `Progress` it is called with: documents, tokens, tokens/s, time left."""
+    from rich import progress as rich
+
+    description, counts = rich.TextColumn("{task.description}"), rich.TextColumn("{task.fields[counts]}")
+    columns = (description, rich.BarColumn(), rich.TaskProgressColumn(), counts, rich.TimeRemainingColumn())
+    with rich.Progress(*columns) as bar:
+        task = bar.add_task("reading", total=None, counts="")
+        first: Progress | None = None
+        started = time.monotonic()
+
+        def show(now: Progress) -> None:
+            nonlocal first, started
+            if first is None or first.stage != now.stage:
+                bar.reset(task)
+                first, started = now, time.monotonic()
+            counts = f"{now.documents:,} documents"
+            if now.stage == "tokens":
+                rate = (now.tokens - first.tokens) / max(time.monotonic() - started, 1e-3)
+                counts += f"  {now.tokens:,} tokens  {rate:,.0f} tok/s"
+            total = None if now.fraction is None else 1.0
+            bar.update(task, description=now.stage, total=total, completed=now.fraction or 0.0, counts=counts)
+
+        yield show
