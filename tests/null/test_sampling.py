@@ -125,7 +125,7 @@ def requests(draw: st.DrawFn) -> tuple[list[float], SamplingParams, int, list[in
     return row, SamplingParams(**fields), position, draw(counts), draw(counts), forbidden
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(requests())
 def test_draws_equal_the_plain_python_twin(
     request: tuple[list[float], SamplingParams, int, list[int], list[int], list[int]],
@@ -144,7 +144,7 @@ def test_draws_equal_the_plain_python_twin(
     assert drawn == twin.sample(row, params, position, prompt, output, forbidden)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(ROWS, st.integers(0, 70))
 def test_order_and_logprobs_equal_the_plain_python_twin(row: list[float], count: int) -> None:
     assert top_tokens(f32(row), count).tolist() == twin.in_order(row)[:count]
@@ -301,7 +301,7 @@ def test_logprobs_are_close_to_the_exact_ones() -> None:
     exact = row.astype(np.longdouble)
     exact -= exact.max()
     exact -= np.log(np.exp(exact).sum())
-    assert np.abs(logprobs(row) - exact).max() < 4e-6
+    assert np.abs(logprobs(row) - exact).max() < 2.0**-19 + len(row) * 2.0**-35
 
 
 def test_logprobs_can_be_written_as_json() -> None:
