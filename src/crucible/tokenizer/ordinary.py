@@ -41,7 +41,8 @@ def ordinary_encoder(spec: Spec) -> tokenizers.Tokenizer:
     except TokenizerError:
         raise
     except Exception as error:  # the library raises Exception itself
-        raise TokenizerError(f"not a usable tokenizer.json: {str(error).splitlines()[0]}") from None
+        reason, _, _ = str(error).partition("\n")
+        raise TokenizerError(f"not a usable tokenizer.json: {reason}") from None
     return encoder
 
 
