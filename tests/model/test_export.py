@@ -222,6 +222,28 @@ def test_force_replaces_nothing_but_an_artifact(run: Path, tmp_path: Path) -> No
     assert (tmp_path / "home" / "thesis.tex").exists()
 
 
+def test_a_target_that_appears_meanwhile_is_not_replaced(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_and_lose_the_race(*arguments: Any) -> None:
+        write(*arguments)
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "other").touch()
+
+    write = exporter._write_tensors
+    monkeypatch.setattr(exporter, "_write_tensors", write_and_lose_the_race)
+    with pytest.raises(ArtifactError, match="out exists"):
+        export_checkpoint(run, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["other"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_a_target_that_cannot_be_made_says_so(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ArtifactError, match=r"file/out cannot be written: .*Not a directory"):
+        export_checkpoint(run, tmp_path / "file" / "out")
+
+
 def test_a_link_to_an_artifact_stays_a_link(run: Path, tmp_path: Path) -> None:
     export_checkpoint(run, tmp_path / "real")
     (tmp_path / "link").symlink_to("real")
@@ -242,7 +264,7 @@ def test_a_failure_leaves_the_old_artifact_and_nothing_else(
         raise error
 
     monkeypatch.setattr(exporter, at, fail)
-    with pytest.raises(type(error)):
+    with pytest.raises(ArtifactError if isinstance(error, OSError) else KeyboardInterrupt):
         export_checkpoint(run, out, dtype="f16", force=True)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
@@ -258,7 +280,7 @@ def test_a_failed_rename_puts_the_old_artifact_back(run: Path, tmp_path: Path, m
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", fail_into_place)
-    with pytest.raises(OSError, match="no"):
+    with pytest.raises(ArtifactError, match="out cannot be written: no"):
         export_checkpoint(run, out, dtype="f16", force=True)
     assert read_json(out / "crucible.json")["dtype"] == "f32"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]

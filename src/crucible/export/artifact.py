@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -69,8 +70,8 @@ def export_checkpoint(
     Raises:
         CheckpointError, TrainError: there is no such checkpoint, or it or its run's config.json is malformed.
         ArtifactError: `dtype` is none of these, `out` exists and may not be replaced, the run has no tokenizer that
-            fits its model, or a weight is not finite or out of `dtype`'s range (the message names the tensor).
-        OSError: `out` cannot be written; nothing is left behind.
+            fits its model, a weight is not finite or out of `dtype`'s range (the message names the tensor), or `out`
+            cannot be written; nothing is left behind then, and what stood there still does.
     """
     if dtype not in _TORCH_DTYPES:
         raise ArtifactError(f"dtype must be one of {', '.join(_TORCH_DTYPES)}, not {dtype!r}")
@@ -80,9 +81,8 @@ def export_checkpoint(
     tokenizer = _read_tokenizer(checkpoint)
     shards = _split(round_tensors(checkpoint.tensors, dtype), max_shard_bytes)
     temporary = target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}")
-    target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        temporary.mkdir()
+        temporary.mkdir(parents=True)
         _write_texts(temporary, checkpoint, tokenizer, dtype)
         _write_tensors(temporary, shards)
         for path in temporary.iterdir():
@@ -90,10 +90,12 @@ def export_checkpoint(
             path.chmod(stat.S_IMODE((temporary / CONFIG_NAME).stat().st_mode))
             sync_file(path)
         sync_folder(temporary)
+        _check_target(target, force=force)  # again: writing took a while
         _put(temporary, target)
-    except BaseException:
+    except (OSError, SafetensorError) as error:
+        raise ArtifactError(f"{out} cannot be written: {error}") from error
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return Path(out)
 
 
