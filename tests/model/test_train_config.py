@@ -86,7 +86,7 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(field, value):
 
 @pytest.mark.parametrize("minutes", [0, -1, float("inf"), "2"])
 def test_a_bad_time_budget_is_refused(minutes):
-    with pytest.raises(ConfigError, match="^max_minutes "):
+    with pytest.raises(ConfigError, match=r"^max_minutes "):
         make(steps=None, max_minutes=minutes)
 
 

@@ -145,7 +145,7 @@ def test_optimizer_state_of_another_model_is_refused():
     learner.update([batch(4, 1)], 0.01)
     state = state_tensors(learner.model, learner.optimizer)
     kept = {name: tensor for name, tensor in state.items() if not name.endswith(".norm.weight")}
-    with pytest.raises(ValueError, match="no optimizer state for norm.weight"):
+    with pytest.raises(ValueError, match=r"no optimizer state for norm\.weight"):
         load_state_tensors(learner.model, learner.optimizer, kept)
 
 

@@ -114,8 +114,9 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], optimizer: Mappin
     """Makes a folder with a checkpoint's two tensor files, on disk when it returns. Raises OSError, SafetensorError."""
     folder.mkdir(parents=True)
     for name, content in ((MODEL_FILE, tensors), (OPTIMIZER_FILE, optimizer)):
-        (folder / name).touch()  # with the user's mode, which the library's own open would narrow to its owner
         save_file({key: tensor.detach().cpu().contiguous() for key, tensor in content.items()}, folder / name)
+        # The library makes its files readable by their owner alone; what the folder grants to others they get too.
+        (folder / name).chmod(folder.stat().st_mode & 0o666)
         sync_file(folder / name)
 
 

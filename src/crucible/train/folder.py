@@ -16,6 +16,7 @@ import platform
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -166,8 +167,12 @@ def environment(learner: Learner) -> dict[str, Any]:
     }
 
 
+@cache
 def git_state() -> dict[str, Any] | None:
-    """Commit of this package's own repository and whether it has uncommitted changes; None for an installed package."""
+    """Commit of this package's own repository and whether it has uncommitted changes; None for an installed package.
+
+    Asked for once in a process, which goes on with the code it has imported.
+    """
     package = Path(crucible.__file__).parent
 
     def git(*arguments: str) -> str:

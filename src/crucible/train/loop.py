@@ -131,7 +131,6 @@ class Trainer:
         time_budget = None
         if self.config.max_minutes is not None:
             time_budget = self._fix_steps(began, self.config.max_minutes)
-        torch.manual_seed(self.config.seed)
         folder.create(self.config, time_budget=time_budget, inputs=self.inputs, learner=self.learner)
         self._open(None)
 
@@ -171,7 +170,9 @@ class Trainer:
     def _open(self, saved: Checkpoint | None) -> None:
         """Brings learner, counters, loader and log to where `saved` stands, or to the beginning."""
         position = None
-        if saved is not None:
+        if saved is None:
+            torch.manual_seed(self.config.seed)
+        else:
             state = saved.state
             self.learner.model.load_state_dict(saved.tensors)
             load_state_tensors(self.learner.model, self.learner.optimizer, checkpoint.load_optimizer(saved.path))

@@ -9,18 +9,19 @@ Schedule = Literal["cosine", "trapezoid"]
 SCHEDULES: Final[tuple[str, ...]] = get_args(Schedule)
 
 FINAL_FRACTION: Final = 0.1
-"""Where the cosine ends, as a fraction of the peak (Brown et al. 2020, appendix B; Hoffmann et al. 2022, figure A1)."""
+"""Where the cosine ends, as a fraction of the peak (Brown et al. 2020, appendix B)."""
 COOLDOWN_FRACTION: Final = 0.2
-"""Share of all steps that the trapezoid spends going down (Hägele et al. 2024, section 4)."""
+"""Share of all steps that the trapezoid spends going down: enough to match a cosine (Hägele et al. 2024)."""
 
 
 def learning_rate(step: int, *, schedule: Schedule, peak: float, steps: int, warmup_steps: int) -> float:
     """The rate that update number `step` (1 to `steps`) is made with.
 
-    Both shapes rise linearly and reach `peak` at step `warmup_steps`, the first step where that is 0. "cosine" then falls along half a cosine to a
-    tenth of the peak at the last step (Loshchilov and Hutter 2017, equation 5, without restarts). "trapezoid" stays at
-    the peak and falls linearly over the last fifth of the steps (Zhai et al. 2022, section 3.5; Hu et al. 2024),
-    aiming at zero one step after the last, so that no step is spent at a rate of zero.
+    Both shapes rise linearly and reach `peak` at step `warmup_steps`, at the first step where that is 0. "cosine" then
+    falls along half a cosine to a tenth of the peak at the last step (Loshchilov and Hutter 2017, equation 5, without
+    restarts). "trapezoid" stays at the peak and falls linearly over the last fifth of the steps (Zhai et al. 2022,
+    "Scaling Vision Transformers"; Hu et al. 2024, "MiniCPM"), aiming at zero one step after the last, so that no step
+    is spent at a rate of zero.
 
     Raises:
         ValueError: `step` is not between 1 and `steps`.
