@@ -6,6 +6,7 @@ every difference of order in a float64 sum, so the cache is made float64 here an
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from cells import axis_cells, toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from toy_weights import toy_weights
 
-from crucible.config import ModelConfig
+from crucible.config import AXES, ModelConfig, default_kv_heads
 from crucible.engine.backend import NONE, PAGE_SIZE, Segment, SlotSpec, StepPlan, prefill
 from crucible.engine.reference import ReferenceBackend, ops
 from crucible.engine.request import SamplingParams
@@ -137,6 +140,38 @@ def test_batch_neighbours_do_not_matter(config: ModelConfig) -> None:
             found[segment.slot].append(logits)
     for slot, ids in requests.items():
         assert_same_bits(np.concatenate(found[slot]), alone(config, ids))
+
+
+@st.composite
+def architectures(draw: st.DrawFn) -> ModelConfig:
+    """Any axes and sizes, most of them no multiple of anything a vector unit or a cache line likes."""
+    axes = {axis: draw(st.sampled_from(values)) for axis, values in AXES.items()}
+    heads = draw(st.sampled_from([4, 6, 8, 9]))
+    head_dim = draw(st.integers(1, 70))
+    return toy(
+        **axes,
+        vocab_size=draw(st.integers(2, 300)),
+        hidden_size=draw(st.integers(1, 300)),
+        intermediate_size=draw(st.integers(1, 600)),
+        num_attention_heads=heads,
+        num_key_value_heads=default_kv_heads(heads, axes["attention"]),
+        head_dim=head_dim + head_dim % 2,
+        tie_word_embeddings=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(architectures(), st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(1, 95))
+def test_no_size_matters(config: ModelConfig, cuts: list[int], neighbour: int) -> None:
+    """A prompt in chunks that end where `cuts` say, the first one beside a neighbour of so many rows."""
+    edges = [0, *(edge for edge in np.cumsum(cuts).tolist() if edge < LENGTH), LENGTH]
+    ids = draw_ids(config, 10)
+    backend = Observed(config, num_slots=2)
+    open_slot(backend, 0, range(6, 12))
+    open_slot(backend, 1, range(6))
+    chunks = [prefill(0, ids[start:end], start, last=NONE) for start, end in itertools.pairwise(edges)]
+    first, _ = run(backend, chunks[0], prefill(1, ids[:neighbour], last=NONE))
+    assert_same_bits(np.concatenate([first, *(run(backend, chunk)[0] for chunk in chunks[1:])]), alone(config, ids))
 
 
 @pytest.mark.parametrize("config", CONFIGS)

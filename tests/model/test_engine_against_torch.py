@@ -129,14 +129,20 @@ def test_odd_head_counts_and_sizes(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("head_dim", "theta"), [(8, 10_000.0), (64, 100_000.0), (128, 500_000.0)])
-def test_both_hold_the_same_position_tables(head_dim: int, theta: float) -> None:
-    config = toy(head_dim=head_dim, rope_theta=theta, max_position_embeddings=2048)
-    rope = Transformer(config).embed_positions
-    for table, expected in zip(rope_table(2048, head_dim, theta), (rope.cos, rope.sin), strict=True):
-        np.testing.assert_array_equal(table, expected.numpy())
-    for heads in (1, 2, 6, 12, 16):
-        config = toy(num_attention_heads=heads, attention="mha", pos_encoding="alibi")
-        np.testing.assert_array_equal(alibi_slopes(heads), Transformer(config).embed_positions.slopes.numpy())
+def test_both_hold_the_same_rope_table(head_dim: int, theta: float) -> None:
+    """But for the last bit of an entry in ten thousand: two libraries' float64 pow and cos may differ in theirs."""
+    model = Transformer(toy(head_dim=head_dim, rope_theta=theta, max_position_embeddings=2048))
+    ones_and_zeros = (torch.arange(head_dim) < head_dim // 2).float()
+    cos_sin = model.embed_positions.rotate(ones_and_zeros.expand(1, 2048, 1, head_dim))[0, :, 0].numpy()
+    found = np.concatenate(rope_table(2048, head_dim, theta), axis=1)
+    np.testing.assert_array_max_ulp(found, cos_sin, maxulp=1)
+    assert np.mean(found != cos_sin) < 1e-4
+
+
+@pytest.mark.parametrize("heads", [1, 2, 6, 12, 16])
+def test_both_hold_the_same_alibi_slopes(heads: int) -> None:
+    model = Transformer(toy(num_attention_heads=heads, attention="mha", pos_encoding="alibi"))
+    np.testing.assert_array_equal(alibi_slopes(heads), model.embed_positions.slopes.numpy())
 
 
 # ---- the comparison catches what it is for --------------------------------------------------------------------------
