@@ -349,3 +349,5 @@ def test_weights_must_be_those_of_the_config(name: str) -> None:
         ReferenceBackend(CONFIG, {key: weight for key, weight in WEIGHTS.items() if key != name})
     with pytest.raises(ValueError, match=f"{name} must have shape .*, not "):
         ReferenceBackend(CONFIG, {**WEIGHTS, name: WEIGHTS[name][:-1]})
+    with pytest.raises(ValueError, match=r"the weights have model\.embed_positions\.weight, which"):
+        ReferenceBackend(CONFIG, {**WEIGHTS, "model.embed_positions.weight": WEIGHTS[name]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from crucible.engine.backend import (
 )
 from crucible.engine.request import FinishReason, RequestError, SamplingParams
 
-PREFILL_ROWS = 256
+PREFILL_ROWS: Final = 256
 """Prompt tokens per step: bounds memory and answers an interrupt on any prompt. No result depends on it."""
 
 

@@ -100,12 +100,12 @@ class ReferenceBackend:
 
     Args:
         config: the architecture.
-        weights: every tensor of `config.tensor_shapes()` by name; f32, as `engine.weights.load_weights` gives them.
+        weights: the tensors of `config.tensor_shapes()` by name; f32, as `engine.weights.load_weights` gives them.
         num_slots: requests that can be open at once.
         num_pages: pages of 16 positions that they share; the default lets every slot reach the context.
 
     Raises:
-        CrucibleError: a tensor is missing or has another shape.
+        CrucibleError: a tensor is missing, unknown or of another shape.
     """
 
     def __init__(

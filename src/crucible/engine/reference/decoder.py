@@ -40,14 +40,17 @@ class Decoder:
 
     Args:
         config: the architecture.
-        weights: every tensor of `config.tensor_shapes()`, by name.
+        weights: the tensors of `config.tensor_shapes()`, by name.
 
     Raises:
-        CrucibleError: a tensor is missing or has another shape.
+        CrucibleError: a tensor is missing, unknown or of another shape.
     """
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, npt.NDArray[np.floating]]) -> None:
-        for name, shape in config.tensor_shapes().items():
+        shapes = config.tensor_shapes()
+        if unknown := sorted(weights.keys() - shapes.keys()):
+            raise CrucibleError(f"the weights have {unknown[0]}, which the config does not")
+        for name, shape in shapes.items():
             if name not in weights:
                 raise CrucibleError(f"the weights lack {name}")
             if weights[name].shape != shape:
@@ -57,14 +60,12 @@ class Decoder:
         self._position_TD = weights.get("model.embed_positions.weight")
         self._linears = {
             name.removesuffix(".weight"): ops.transposed(weights[name])
-            for name in config.tensor_shapes()
+            for name in shapes
             if name.endswith("_proj.weight")
         }
         head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         self._head_DV = ops.transposed(weights[head])
-        self._norms = {
-            name: weights[name].astype(np.float64) for name, shape in config.tensor_shapes().items() if len(shape) == 1
-        }
+        self._norms = {name: weights[name].astype(np.float64) for name, shape in shapes.items() if len(shape) == 1}
         self._rope: tuple[F64, F64] | None = None
         if config.pos_encoding == "rope":
             cos, sin = rope_table(config.max_position_embeddings, config.head_dim, config.rope_theta)
