@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from crucible.errors import CrucibleError
+
 SPACE_MARK: Final = "▁"
 """U+2581, which SentencePiece vocabularies write for a space."""
 
@@ -18,7 +20,7 @@ _MAX_ID: Final = 2**24
 _T = TypeVar("_T")
 
 
-class TokenizerError(ValueError):
+class TokenizerError(CrucibleError):
     """A tokenizer that cannot be read, made or used as asked: the message names the file, field or id."""
 
 
