@@ -138,7 +138,7 @@ def header(*words: int) -> bytes:
         (header(20240520, 1, 3) + bytes(7), "trailing bytes: 3 tokens make 1030 bytes, the file has 1031"),
         (header(20240520, 2, 3) + bytes(6), "truncated: 3 tokens make 1036 bytes, the file has 1030"),
         (header(20240520, 1, 2**31 - 1), "truncated: 2147483647 tokens make 4294968318 bytes"),
-        (header(20240520, 1, -1) + bytes(2), "promises -1 tokens"),
+        (header(20240520, 1, -1) + bytes(2), "trailing bytes: -1 tokens make 1022 bytes, the file has 1026"),
         (header(20240520, 1, 1, -5) + bytes(2), "vocabulary of -5"),
         (header(20240520, 1, 1, 65537) + bytes(2), "vocabulary of 65537 does not fit tokens of 2 bytes"),
     ],

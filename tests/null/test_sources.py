@@ -306,11 +306,11 @@ def test_a_hub_name_says_what_is_streamed(hub: SimpleNamespace, name: str, confi
 
 def test_a_hub_stream_goes_on_from_its_state_at_its_revision(hub: SimpleNamespace) -> None:
     first = open_source("hf:a/b")
-    found = list(first.documents())
+    found = list(read_all([first]))
     assert first.description == {"name": "hf:a/b", "revision": "5ca1ab1e", "licence": "odc-by"}
     second = open_source("hf:a/b", pinned={**first.description, "revision": "0ddba11"})
     for count, document in enumerate(found, start=1):
-        assert list(second.documents(document.cursor)) == found[count:]
+        assert list(read_all([second], document.cursor)) == found[count:]
     assert hub.calls[-1][1]["revision"] == "0ddba11"
 
 
@@ -334,7 +334,9 @@ def test_hub_failures_are_one_line_with_the_name(hub: SimpleNamespace, monkeypat
     monkeypatch.setattr(socket, "getaddrinfo", unresolved)
     for proxy in ("https_proxy", "HTTPS_PROXY"):
         monkeypatch.delenv(proxy, raising=False)
-    with pytest.raises(DataError, match=r"hf:a/b: no network: huggingface\.co cannot be resolved; go online, or"):
+    with pytest.raises(
+        DataError, match=r"hf:a/b: no network: huggingface\.co cannot be resolved; go online, or give local files"
+    ):
         open_source("hf:a/b")
 
 

@@ -58,7 +58,9 @@ def encode_in_order(batches: Iterator[Batch], tokenizer: Tokenizer, workers: int
         for done, future in pending:
             yield done, future.result()
     except BrokenProcessPool:
-        raise DataError("a worker process died, perhaps for want of memory: try again with fewer workers") from None
+        raise DataError(
+            'a worker process died: out of memory, or started by a script without `if __name__ == "__main__"`'
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 

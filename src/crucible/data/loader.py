@@ -215,11 +215,11 @@ class Loader:
     def _check_state(self) -> None:
         state, count = self._state, len(self._shards)
         if state.shard >= count:
-            raise DataError(f"loader state: shard {state.shard} of {count}: made with other shards")
+            raise DataError(f"loader state: shard {state.shard} of {count}: other shards")
         self._open(state.epoch, state.shard)
         if state.offset >= len(self._order):
             raise DataError(
-                f"loader state: window {state.offset} of {len(self._order)}: made with other shards or another context"
+                f"loader state: window {state.offset} of {len(self._order)}: other shards or context length"
             )
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 import crucible
 from crucible.data.encode import Batch, Ids, encode_in_order
 from crucible.data.progress import OnProgress, Progress, Stage
-from crucible.data.recipe import META, PROGRESS, TOKENIZER, Recipe, check_text, clear, find_earlier, save
+from crucible.data.recipe import META, PROGRESS, TOKENIZER, Notes, Recipe, check_text, clear, find_earlier, save
 from crucible.data.shards import TOKENIZER_ID_BYTES, DataError, Shard, write_file
 from crucible.data.sources import Document, Source, open_source, read_all
 from crucible.data.split import SPLITS, SplitWriter, document_key, sample, shard_path, split_of
@@ -33,9 +33,6 @@ _POOL_BYTES: Final = 2**30
 """Text from which that sample is drawn at most."""
 _TOKEN_BYTES: Final = 8
 """More text than a token stands for on average, so that n tokens are reached within n times as much."""
-
-Notes = Mapping[str, Any]
-"""The content of progress.json or meta.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,26 +92,21 @@ def prepare(
     if workers < 1:
         raise DataError(f"workers must be at least 1, not {workers}")
     folder = Path(out_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be made: {error.strerror}") from None
     if force:
         clear(folder)
     notes = None if force else find_earlier(folder, recipe)
     known = notes["sources"] if notes else [None] * len(recipe.sources)
-    opened = [
-        open_source(name, text_field=text_field, pinned=pin) for name, pin in zip(recipe.sources, known, strict=True)
-    ]
+    opened = [open_source(name, text_field, pin) for name, pin in zip(recipe.sources, known, strict=True)]
     if notes:
         check_text(folder, [source.description for source in opened], notes)
         if "cursor" not in notes:
             return _reuse(folder, notes)
-    run = None
-    try:
-        run = _Run(folder, recipe, opened, notes, progress or (lambda _: None))
-        return PreparedData(folder, run.run(workers), reused=False)
-    except BaseException:
-        if notes is None and not (run and run.is_resumable):
-            clear(folder)  # it got nowhere: nothing of it is to be in the way of a call with better arguments
-        raise
+    run = _Run(folder, recipe, opened, notes, progress or (lambda _: None))
+    return PreparedData(folder, run.run(workers), reused=False)
 
 
 def _reuse(folder: Path, meta: Mapping[str, Any]) -> PreparedData:
@@ -136,7 +128,6 @@ class _Run:
         sizes = [source.total_bytes for source in sources]
         self._total_bytes = None if None in sizes else sum(size or 0 for size in sizes)
         self._cursor: Any = notes["cursor"] if notes else None
-        self.is_resumable = False
         self._tokenizer = self._make_tokenizer(notes)
         size, identity = self._tokenizer.vocab_size, self._tokenizer.sha256[:TOKENIZER_ID_BYTES]
         self._splits = {name: SplitWriter(folder, name, recipe.shard_tokens, size, identity) for name in SPLITS}
@@ -147,7 +138,8 @@ class _Run:
     def run(self, workers: int) -> dict[str, Any]:
         """Writes what is left to write; returns the content of meta.json."""
         try:
-            self._sync()  # before the first shard, so that whatever lies in the folder has our notes beside it
+            self._sync()  # first of all, so that whatever lies in the folder has notes beside it
+            write_file(self._folder / TOKENIZER, self._tokenizer.to_json())
             self._write(workers)
             self._check_splits()
             for split in self._splits.values():
@@ -155,12 +147,9 @@ class _Run:
         finally:
             for split in self._splits.values():
                 split.close()
-        meta = self._common_notes() | {
-            "crucible": crucible.__version__,
-            "vocab_size": self._tokenizer.vocab_size,
-            "eot_id": self._tokenizer.eot_id,
-            "splits": {name: split.counts() for name, split in self._splits.items()},
-        }
+        ids = {"vocab_size": self._tokenizer.vocab_size, "eot_id": self._tokenizer.eot_id}
+        counts = {name: split.counts() for name, split in self._splits.items()}
+        meta = self._common_notes() | ids | {"splits": counts, "crucible": crucible.__version__}
         save(self._folder, META, meta)
         (self._folder / PROGRESS).unlink(missing_ok=True)
         return meta
@@ -170,15 +159,15 @@ class _Run:
     def _write(self, workers: int) -> None:
         synced, shards = time.monotonic(), self._total("shards")
         with closing(encode_in_order(self._batches(), self._tokenizer, workers)) as encoded:
-            for batch, batch_ids in encoded:
-                for document, ids in zip(batch, batch_ids, strict=True):
-                    if self._add(document, ids):
-                        return
+            for batch, ids in encoded:
+                limit_reached = any(map(self._add, batch, ids))  # which adds no document after the one that does
+                self._report("tokens", batch[-1].position, self._total("documents"))
+                if limit_reached:
+                    return
                 self._cursor = batch[-1].cursor
                 if self._total("shards") > shards or time.monotonic() - synced > _SYNC_SECONDS:
                     self._sync()
                     synced, shards = time.monotonic(), self._total("shards")
-                self._report("tokens", batch[-1].position, self._total("documents"))
 
     def _batches(self) -> Iterator[Batch]:
         batch: Batch = []
@@ -209,32 +198,28 @@ class _Run:
         return sum(getattr(split, count) for split in self._splits.values())
 
     def _check_splits(self) -> None:
-        problem = None
         if self._total("documents") == 0:
-            problem = f"{', '.join(self._recipe.sources)}: no document with any text in it"
-        elif self._recipe.val_fraction and self._splits["val"].documents == 0:
-            problem = (
+            raise DataError(f"{', '.join(self._recipe.sources)}: no document with any text in it")
+        if self._recipe.val_fraction and self._splits["val"].documents == 0:
+            raise DataError(
                 "one document cannot be divided into training and validation: give more documents (form feeds make "
                 "several of a text file), a higher token limit, or no validation split (--val-fraction 0)"
             )
-        if problem:
-            self.is_resumable = False
-            raise DataError(problem)
 
     # ---- the tokenizer ----------------------------------------------------------------------------------------
 
     def _make_tokenizer(self, notes: Notes | None) -> Tokenizer:
-        file, recipe = self._folder / TOKENIZER, self._recipe
-        if notes and file.exists():
-            tokenizer = Tokenizer.from_file(file)
-        elif (size := parse_train_spec(recipe.tokenizer)) is not None:
-            texts = sample(self._pool(), seed=recipe.seed, val_fraction=recipe.val_fraction, max_bytes=_SAMPLE_BYTES)
-            tokenizer = Tokenizer.train((utf8.decode() for utf8 in texts), size)
-        else:
-            tokenizer = Tokenizer.load(recipe.tokenizer)
-        if notes and tokenizer.sha256.hex() != notes["tokenizer_sha256"]:
-            raise DataError(f"{file} is not the tokenizer that the shards beside it were begun with; use --force")
-        return tokenizer
+        recipe = self._recipe
+        if notes:
+            tokenizer = Tokenizer.from_file(self._folder / TOKENIZER)
+            if tokenizer.sha256.hex() != notes["tokenizer_sha256"]:
+                raise DataError(f"{self._folder / TOKENIZER} is not what the shards beside it were begun with")
+            return tokenizer
+        size = parse_train_spec(recipe.tokenizer)
+        if size is None:
+            return Tokenizer.load(recipe.tokenizer)
+        texts = sample(self._pool(), seed=recipe.seed, val_fraction=recipe.val_fraction, max_bytes=_SAMPLE_BYTES)
+        return Tokenizer.train((utf8.decode() for utf8 in texts), size)
 
     def _pool(self) -> Iterator[bytes]:
         """The documents that a tokenizer's sample is drawn from: of a limited run about as many as it will use."""
@@ -252,11 +237,8 @@ class _Run:
 
     def _sync(self) -> None:
         """Makes what is written so far the point from which the next run goes on."""
-        self.is_resumable = self._cursor is not None or parse_train_spec(self._recipe.tokenizer) is not None
         splits = {name: split.sync() for name, split in self._splits.items()}
         save(self._folder, PROGRESS, self._common_notes() | {"cursor": self._cursor, "splits": splits})
-        if not (self._folder / TOKENIZER).exists():
-            write_file(self._folder / TOKENIZER, self._tokenizer.to_json())
 
     def _common_notes(self) -> dict[str, Any]:
         return {

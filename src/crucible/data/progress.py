@@ -31,10 +31,9 @@ def progress_bar() -> Iterator[OnProgress]:
     """A bar on the terminal that shows each `Progress` it is called with: documents, tokens, tokens/s, time left."""
     from rich import progress as rich
 
-    description, counts = rich.TextColumn("{task.description}"), rich.TextColumn("{task.fields[counts]}")
-    columns = (description, rich.BarColumn(), rich.TaskProgressColumn(), counts, rich.TimeRemainingColumn())
-    with rich.Progress(*columns) as bar:
-        task = bar.add_task("reading", total=None, counts="")
+    stage, figures, left = "{task.description}", "{task.fields[figures]}", rich.TimeRemainingColumn()
+    with rich.Progress(stage, rich.BarColumn(), rich.TaskProgressColumn(), figures, left) as bar:
+        task = bar.add_task("reading", total=None, figures="")
         first: Progress | None = None
         started = time.monotonic()
 
@@ -43,11 +42,11 @@ def progress_bar() -> Iterator[OnProgress]:
             if first is None or first.stage != now.stage:
                 bar.reset(task)
                 first, started = now, time.monotonic()
-            counts = f"{now.documents:,} documents"
+            figures = f"{now.documents:,} documents"
             if now.stage == "tokens":
                 rate = (now.tokens - first.tokens) / max(time.monotonic() - started, 1e-3)
-                counts += f"  {now.tokens:,} tokens  {rate:,.0f} tok/s"
+                figures += f"  {now.tokens:,} tokens  {rate:,.0f} tok/s"
             total = None if now.fraction is None else 1.0
-            bar.update(task, description=now.stage, total=total, completed=now.fraction or 0.0, counts=counts)
+            bar.update(task, description=now.stage, total=total, completed=now.fraction or 0.0, figures=figures)
 
         yield show

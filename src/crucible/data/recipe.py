@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +17,9 @@ META: Final = "meta.json"
 PROGRESS: Final = "progress.json"
 """Where an unfinished run goes on from."""
 TOKENIZER: Final = "tokenizer.json"
+
+Notes = dict[str, Any]
+"""The content of either."""
 
 _OURS = re.compile(r"\.?(meta\.json|progress\.json|tokenizer\.json|(train|val)_\d{6}\.bin)(\.partial)?")
 _START_ANEW: Final = "choose another folder, or start anew with --force"
@@ -59,8 +61,10 @@ class Recipe:
         return dataclasses.asdict(self) | {"sources": list(self.sources)}
 
 
-def find_earlier(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
-    """The notes of an earlier call in a folder: meta.json, or where it did not finish progress.json with its cursor.
+def find_earlier(folder: Path, recipe: Recipe) -> Notes | None:
+    """What an earlier call noted in a folder: meta.json, or where it did not finish progress.json with its cursor.
+
+    A call that got nowhere is cleared away, so as not to be in the way of one with better arguments.
 
     Raises:
         DataError: the call was for another recipe, its notes are damaged, or without notes the folder is not empty.
@@ -68,6 +72,9 @@ def find_earlier(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
     for path in (folder / META, folder / PROGRESS):
         if path.exists():
             notes = _read_notes(path)
+            if notes.get("cursor", ...) is None:
+                clear(folder)
+                return None
             old, new = notes["arguments"], recipe.to_dict()
             differ = [f"{name} was {old.get(name)!r}, now {new[name]!r}" for name in new if old.get(name) != new[name]]
             if differ:
@@ -79,9 +86,9 @@ def find_earlier(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
     return None
 
 
-def _read_notes(path: Path) -> dict[str, Any]:
+def _read_notes(path: Path) -> Notes:
     try:
-        notes: dict[str, Any] = json.loads(path.read_bytes())
+        notes: Notes = json.loads(path.read_bytes())
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}") from None
     if not isinstance(notes, dict) or not isinstance(notes.get("arguments"), dict):
@@ -89,16 +96,17 @@ def _read_notes(path: Path) -> dict[str, Any]:
     return notes
 
 
-def check_text(folder: Path, descriptions: list[dict[str, Any]], notes: Mapping[str, Any]) -> None:
+def check_text(folder: Path, descriptions: list[dict[str, Any]], notes: Notes) -> None:
     """Raises DataError naming the first source whose files are others than noted, or of other sizes."""
     for new, old in zip(descriptions, notes["sources"], strict=True):
-        if new != old:
+        # What was passed over may have changed: it counts our own files where the folder lies within its source.
+        if {**new, "skipped": None} != {**old, "skipped": None}:
             raise DataError(f"{folder}: the files of {new['name']} have changed since it was made; {_START_ANEW}")
 
 
-def save(folder: Path, name: str, content: Mapping[str, Any]) -> None:
+def save(folder: Path, name: str, notes: Notes) -> None:
     """Writes meta.json or progress.json, whole or not at all."""
-    write_file(folder / name, json.dumps(content, indent=1).encode() + b"\n")
+    write_file(folder / name, json.dumps(notes, indent=1).encode() + b"\n")
 
 
 def clear(folder: Path) -> None:

@@ -83,8 +83,6 @@ class Shard:
             raise DataError(f"{path}: shard version {version} is unknown, expected 1 (uint16) or 2 (uint32)")
         dtype = _DTYPES[version]
         expected = HEADER_BYTES + count * dtype.itemsize
-        if count < 0:
-            raise DataError(f"{path}: the header promises {count} tokens")
         if size != expected:
             fault = "truncated" if size < expected else "trailing bytes"
             raise DataError(f"{path}: {fault}: {count} tokens make {expected} bytes, the file has {size}")

@@ -34,10 +34,8 @@ from crucible.data.shards import DataError
 DEMO: Final = "demo"
 DEMO_FILE: Final = Path(__file__).parent / "demo" / "austen.txt.xz"
 
-_DOCUMENT_END: Final = b"\f"
 _BLOCK_BYTES: Final = 2**18
 _KNOWN: Final = "known are .txt .md .jsonl (also .gz .xz .zst) and .parquet"
-_REMEDY: Final = "pip install 'crucible[data]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +49,19 @@ class Document:
     """Bytes read so far, of the source's `total_bytes`; 0 throughout a stream."""
 
 
-def open_source(name: str, *, text_field: str = "text", pinned: dict[str, Any] | None = None) -> Source:
+def open_source(name: str, text_field: str = "text", pinned: dict[str, Any] | None = None) -> Source:
     """The source of that name. `pinned` is its earlier description: a hub data set stays at that revision.
 
     `description` says what is read, ready for JSON: its name, the files or the revision, the licence where it is
-    known. `total_bytes` is its size on disk, None for a stream. `documents(after)` yields all documents that are more
-    than white space, or those that follow the one whose cursor is `after`; it raises DataError naming the file and
-    place of a malformed record.
+    known. `total_bytes` is its size on disk, None for a stream. `documents(after)` yields all documents, or those that
+    follow the one whose cursor is `after`; it raises DataError naming the file and place of a malformed record.
 
     Raises:
         DataError: nothing is there, an extension is unknown, or the hub cannot be reached.
     """
     if name == DEMO:
-        about = {"name": name, "title": "Jane Austen's six novels", "licence": "public domain"}
-        return LocalSource(
-            [DEMO_FILE], text_field, about | {"sha256": hashlib.sha256(DEMO_FILE.read_bytes()).hexdigest()}
-        )
+        sha256 = hashlib.sha256(DEMO_FILE.read_bytes()).hexdigest()
+        return LocalSource([DEMO_FILE], text_field, {"name": name, "licence": "public domain", "sha256": sha256})
     if name.startswith("hf:"):
         return HubSource(name, text_field, pinned)
     files, skipped = _find_files(name)
@@ -74,20 +69,23 @@ def open_source(name: str, *, text_field: str = "text", pinned: dict[str, Any] |
     return LocalSource(files, text_field, {"name": name, "files": sizes, "skipped": skipped})
 
 
-def documents(name: str, *, text_field: str = "text") -> Iterator[Document]:
-    """The documents of the source of that name. Raises DataError as `open_source` and on a malformed record."""
-    return open_source(name, text_field=text_field).documents()
-
-
 def read_all(sources: Sequence[Source], after: Any = None) -> Iterator[Document]:
-    """The documents of all sources in turn. A cursor is [source, that source's cursor]; positions add up."""
+    """The documents of all sources in turn, but for those of white space alone.
+
+    A cursor is [source, that source's cursor]; positions add up.
+    """
     first, inner = after or (0, None)
-    before = 0
-    for number, source in enumerate(sources):
-        if number >= first:
-            for document in source.documents(inner if number == first else None):
+    before = sum(source.total_bytes or 0 for source in sources[:first])
+    for number, source in enumerate(sources[first:], start=first):
+        for document in source.documents(inner if number == first else None):
+            if document.utf8 and not document.utf8.isspace():
                 yield Document(document.utf8, [number, document.cursor], before + document.position)
         before += source.total_bytes or 0
+
+
+def documents(name: str, *, text_field: str = "text") -> Iterator[Document]:
+    """`read_all` of one source by name. Raises DataError as `open_source` and on a malformed record."""
+    return read_all([open_source(name, text_field)])
 
 
 # ---- local files --------------------------------------------------------------------------------------------------
@@ -99,20 +97,16 @@ class LocalSource:
     def __init__(self, files: Sequence[Path], text_field: str, description: dict[str, Any]) -> None:
         self.description = description
         self.total_bytes = sum(file.stat().st_size for file in files)
-        self._files = files
-        self._text_field = text_field
+        self._files, self._text_field = files, text_field
 
     def documents(self, after: Any = None) -> Iterator[Document]:
         first, skip = after or (0, 0)
         before = sum(file.stat().st_size for file in self._files[:first])
-        for number in range(first, len(self._files)):
-            file = self._files[number]
+        for number, file in enumerate(self._files[first:], start=first):
             records = enumerate(_records(file, self._text_field), start=1)
             for count, (utf8, position) in itertools.islice(records, skip, None):
-                if utf8 and not utf8.isspace():
-                    yield Document(utf8, [number, count], before + position)
-            before += file.stat().st_size
-            skip = 0
+                yield Document(utf8, [number, count], before + position)
+            before, skip = before + file.stat().st_size, 0
 
 
 Record = tuple[bytes, int]
@@ -133,7 +127,7 @@ def _records(path: Path, text_field: str) -> Iterator[Record]:
 
 
 def _read_text(path: Path, file: IO[bytes], blocks: Iterator[bytes], _: str) -> Iterator[Record]:
-    for start, piece in _pieces(blocks, _DOCUMENT_END):
+    for start, piece in _pieces(blocks, b"\f"):
         text = _decode(piece, path, start)
         yield (text.removeprefix("\ufeff").encode() if start == 0 else piece), file.tell()
 
@@ -294,10 +288,8 @@ class HubSource:
         match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?::([^@]+))?(?:@(.+))?", name)
         if not match:
             raise DataError(f"{name}: expected hf:OWNER/NAME, hf:OWNER/NAME:CONFIG or either with @SPLIT")
-        self._name = name
-        self._repository, self._config = match[1], match[2]
-        self._split = match[3] or "train"
-        self._text_field = text_field
+        self._name, self._text_field = name, text_field
+        self._repository, self._config, self._split = match[1], match[2], match[3] or "train"
         self.description = pinned or self._describe()
 
     def _describe(self) -> dict[str, Any]:
@@ -315,20 +307,14 @@ class HubSource:
         datasets = _require("datasets", self._name)
         _check_network(self._name)
         try:
-            stream = datasets.load_dataset(
-                self._repository,
-                self._config,
-                split=self._split,
-                revision=self.description["revision"],
-                streaming=True,
-            )
+            options = {"split": self._split, "revision": self.description["revision"], "streaming": True}
+            stream = datasets.load_dataset(self._repository, self._config, **options)
             done, state = after or (0, None)
             if state is not None:
                 stream.load_state_dict(state)
             for number, record in enumerate(stream, start=done + 1):
                 utf8 = _text(record, self._text_field, f"{self._name}, record {number}")
-                if utf8 and not utf8.isspace():
-                    yield Document(utf8, [number, stream.state_dict()], 0)
+                yield Document(utf8, [number, stream.state_dict()], 0)
         except DataError:
             raise
         except Exception as error:
@@ -348,9 +334,7 @@ def _check_network(name: str) -> None:
         if "https" not in urllib.request.getproxies():
             socket.getaddrinfo(host, 443)
     except OSError:
-        raise DataError(
-            f"{name}: no network: {host} cannot be resolved; go online, or give local files of the data set"
-        ) from None
+        raise DataError(f"{name}: no network: {host} cannot be resolved; go online, or give local files") from None
 
 
 def _require(module: str, what: str) -> ModuleType:
@@ -358,7 +342,7 @@ def _require(module: str, what: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
-        raise DataError(f"{what}: reading it needs the package {package}: {_REMEDY}") from None
+        raise DataError(f"{what}: reading it needs the package {package}: pip install 'crucible[data]'") from None
 
 
 def _first_line(error: Exception) -> str:

@@ -26,8 +26,8 @@ def document_key(utf8: bytes, seed: int) -> float:
 def split_of(key: float, index: int, val_fraction: float) -> Split:
     """The split of document `index` with that key.
 
-    Equal texts have equal keys, so a repeated document is not trained on and validated on. The first two documents
-    of all go one to each split, so that two are enough for both.
+    The first two of all go one to each split, so that two are enough for both. Of the others equal texts have equal
+    keys, so that no document is trained on and, repeated, validated on.
     """
     if val_fraction == 0 or index == 0:
         return "train"
