@@ -1,11 +1,12 @@
 """Causal self-attention with grouped heads: mha, gqa and mqa are one computation at different group sizes.
 
-Two functions compute it. `fused` is torch's kernel; `materialised` writes out every score and is its slow twin.
-Extra shape letters: R query heads per key/value head, S key positions.
+Two functions compute it: `fused` by torch's kernels, and `materialised`, its slow twin, by writing out every score.
+Extra shape letters: S key positions, E heads times K.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
@@ -21,29 +22,40 @@ AttentionPath = Literal["fused", "materialised"]
 
 
 def fused(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, bias_HTS: Tensor | None) -> Tensor:
-    """Attention by torch's kernel; same arguments and result as `materialised`."""
-    if bias_HTS is not None:
-        bias_HTS = bias_HTS.to(q_BHTK.dtype)
+    """Attention by torch's kernels; same arguments and result as `materialised`."""
+    num_heads = q_BHTK.shape[1]
+    # On a GPU torch's kernels take grouped heads only in half precision and without a bias; elsewhere enable_gqa writes
+    # out every score. One step of 120m with a bias, 16 x 1024 tokens on an H200: 113 ms and 27 GiB instead of 70 and 18.
+    if bias_HTS is not None or (q_BHTK.is_cuda and q_BHTK.dtype == torch.float32):
+        k_BGSK, v_BGSK = repeat_heads(k_BGSK, num_heads), repeat_heads(v_BGSK, num_heads)
     return scaled_dot_product_attention(
-        q_BHTK, k_BGSK, v_BGSK, attn_mask=bias_HTS, is_causal=bias_HTS is None, enable_gqa=True
+        q_BHTK,
+        k_BGSK,
+        v_BGSK,
+        attn_mask=None if bias_HTS is None else bias_HTS.type_as(q_BHTK),
+        is_causal=bias_HTS is None,
+        enable_gqa=k_BGSK.shape[1] != num_heads,
     )
 
 
 def materialised(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, bias_HTS: Tensor | None) -> Tensor:
     """softmax(q k^T / sqrt(K) + bias) v with every step written out (Vaswani et al. 2017, equation 1).
 
-    Query head h reads key/value head h // (H / G). Without a bias the mask is the causal one; a bias carries its own.
-    Returns [B, H, T, K].
+    Without a bias the mask is the causal one; a bias carries its own. Returns [B, H, T, K].
     """
-    group = q_BHTK.shape[1] // k_BGSK.shape[1]
-    k_BHSK, v_BHSK = k_BGSK.repeat_interleave(group, dim=1), v_BGSK.repeat_interleave(group, dim=1)
+    k_BHSK, v_BHSK = repeat_heads(k_BGSK, q_BHTK.shape[1]), repeat_heads(v_BGSK, q_BHTK.shape[1])
     score_BHTS = q_BHTK @ k_BHSK.transpose(-2, -1) * q_BHTK.shape[-1] ** -0.5
     if bias_HTS is None:
         future_TS = torch.ones(score_BHTS.shape[-2:], dtype=torch.bool, device=score_BHTS.device).triu(1)
-        score_BHTS = score_BHTS.masked_fill(future_TS, float("-inf"))
+        score_BHTS = score_BHTS.masked_fill(future_TS, -math.inf)
     else:
         score_BHTS = score_BHTS + bias_HTS
     return score_BHTS.softmax(dim=-1).type_as(v_BHSK) @ v_BHSK
+
+
+def repeat_heads(x_BGSK: Tensor, num_heads: int) -> Tensor:
+    """[B, H, S, K] in which query head h finds its key/value head h // (H / G)."""
+    return x_BGSK.repeat_interleave(num_heads // x_BGSK.shape[1], dim=1)
 
 
 ATTENTION_PATHS: Final[Mapping[AttentionPath, Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]]] = {
@@ -75,4 +87,4 @@ class Attention(nn.Module):
         return self.o_proj(o_BHTK.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BTE: Tensor) -> Tensor:
-        return x_BTE.unflatten(-1, (-1, self.head_dim))
+        return x_BTE.view(*x_BTE.shape[:2], -1, self.head_dim)

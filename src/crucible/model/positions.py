@@ -48,19 +48,18 @@ class Rope(PositionEncoding):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         half = torch.arange(config.head_dim // 2, dtype=torch.float64)
-        frequency_K = config.rope_theta ** (-2 * half / config.head_dim)
-        position_T = torch.arange(config.max_position_embeddings, dtype=torch.float64)
-        angle_TK = torch.outer(position_T, frequency_K)
-        self.register_buffer("cos", angle_TK.cos().float(), persistent=False)
-        self.register_buffer("sin", angle_TK.sin().float(), persistent=False)
+        frequencies = config.rope_theta ** (-2 * half / config.head_dim)
+        angles = torch.outer(torch.arange(config.max_position_embeddings, dtype=torch.float64), frequencies)
+        cos, sin = angles.cos().float(), angles.sin().float()
+        # Both halves of a head, with the sign of the rotation in the sine: rotate() is then two products and a sum.
+        self.register_buffer("cos", torch.cat((cos, cos), dim=-1), persistent=False)
+        self.register_buffer("sin", torch.cat((-sin, sin), dim=-1), persistent=False)
 
     def rotate(self, x_BTHK: Tensor) -> Tensor:
-        num_positions = x_BTHK.shape[1]
+        num_positions, half = x_BTHK.shape[1], x_BTHK.shape[3] // 2
         cos_T1K, sin_T1K = self.cos[:num_positions, None], self.sin[:num_positions, None]
-        first, second = x_BTHK.chunk(2, dim=-1)
-        # The f32 tables lift a half-precision operand: the rotation is f32 under autocast too.
-        rotated = torch.cat((first * cos_T1K - second * sin_T1K, second * cos_T1K + first * sin_T1K), dim=-1)
-        return rotated.type_as(x_BTHK)
+        # The f32 tables lift a half-precision operand, so the rotation is f32 under autocast too.
+        return (x_BTHK * cos_T1K + x_BTHK.roll(half, dims=-1) * sin_T1K).type_as(x_BTHK)
 
 
 class Alibi(PositionEncoding):
