@@ -16,6 +16,7 @@ import torch
 from cells import toy
 from train_runs import outcome, toy_run, write_data
 
+from crucible.config import PRESETS, ConfigError
 from crucible.data.loader import Loader
 from crucible.data.shards import DataError, write_shard
 from crucible.tokenizer import Tokenizer
@@ -24,7 +25,7 @@ from crucible.train.budget import Timings, steps_within
 from crucible.train.checkpoint import CheckpointError
 from crucible.train.config import TrainError
 from crucible.train.events import Interrupting, Notice, Saved, Started, Stepped
-from crucible.train.inputs import Inputs
+from crucible.train.inputs import Inputs, model_for
 from crucible.train.loop import train
 from crucible.train.metrics import read_log
 from crucible.train.schedule import learning_rate
@@ -54,23 +55,25 @@ def raise_at(*steps: int, number: int = signal.SIGINT):
 
 def test_a_run_learns_and_says_what_it_did(tmp_path):
     events = []
-    result = train(toy_run(tmp_path, steps=60, save_every=30, eval_every=10), on_event=events.append)
+    result = train(toy_run(tmp_path, steps=30, save_every=10, eval_every=5), on_event=events.append)
     rows = read_log(tmp_path / "run/log.csv")
-    assert [row.step for row in rows] == list(range(1, 61))
-    assert [row.step for row in rows if row.val_loss is not None] == [10, 20, 30, 40, 50, 60]
+    assert [row.step for row in rows] == list(range(1, 31))
+    assert [row.step for row in rows if row.val_loss is not None] == [5, 10, 15, 20, 25, 30]
     assert abs(rows[0].loss - math.log(67)) < 0.1
     assert rows[-1].val_loss < 2.5 < math.log(67) - 1
-    assert (result.step, result.steps, result.interrupted) == (60, 60, None)
+    assert (result.step, result.steps, result.interrupted) == (30, 30, None)
     assert result.val_loss == rows[-1].val_loss
     assert result.tokens == rows[-1].tokens
+    assert "step 30 of 30" in result.summary()
+    assert "resume" not in result.summary()
     assert isinstance(events[0], Started)
     assert [event.row for event in events if isinstance(event, Stepped)] == rows
     saved = [event for event in events if isinstance(event, Saved)]
-    assert [event.step for event in saved] == [30, 60]
-    best = min((row for row in rows if row.step in (30, 60)), key=lambda row: row.val_loss)
+    assert [event.step for event in saved] == [10, 20, 30]
+    best = min((row for row in rows if row.step in (10, 20, 30)), key=lambda row: row.val_loss)
     assert (result.best_step, result.best_val_loss) == (best.step, best.val_loss)
     for row in rows:
-        assert row.lr == learning_rate(row.step, schedule="cosine", peak=1e-2, steps=60, warmup_steps=3)
+        assert row.lr == learning_rate(row.step, schedule="cosine", peak=1e-2, steps=30, warmup_steps=3)
         assert row.tokens_per_second == pytest.approx(
             (row.tokens - rows[row.step - 2].tokens if row.step > 1 else row.tokens) / row.ms_per_step * 1000
         )
@@ -154,6 +157,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(uninterrupted, tmp_path, i
     for number, step in enumerate(interruptions):
         result = train(config, resume=number > 0, on_event=raise_at(step))
         assert (result.step, result.interrupted) == (step, "SIGINT")
+        assert f"crucible train --run {config.run} --resume" in result.summary()
         assert checkpoint.load(checkpoint.resolve(config.run, "last")).state.step == step
     result = train(config, resume=True)
     assert (result.step, result.interrupted) == (12, None)
@@ -459,18 +463,32 @@ def test_shards_of_another_tokenizer_are_refused_and_the_run_gets_its_own(tmp_pa
         train(toy_run(tmp_path, "other", model=model))
 
 
+@pytest.mark.parametrize(("stated", "expected"), [(67, 128), (2048, 2048), (50257, 50304), (0, 50304)])
+def test_a_preset_gets_the_vocabulary_of_its_data(tmp_path, stated, expected):
+    data = write_data(tmp_path / "data", vocab_size=stated or 67)
+    if not stated:
+        for path in data.iterdir():
+            content = bytearray(path.read_bytes())
+            content[12:16] = bytes(4)
+            path.write_bytes(content)
+    assert model_for("30m", data, {}) == PRESETS["30m"].vary(vocab_size=expected)
+    assert model_for("30m", data, {"vocab_size": 70_000, "norm": "layernorm"}).vocab_size == 70_000
+    with pytest.raises(ConfigError, match="unknown key dropout"):
+        model_for("30m", data, {"dropout": 0.1})
+
+
 # ---- time budgets ---------------------------------------------------------------------------------------------------
 
 
 def test_a_time_budget_is_a_run_of_fixed_steps(tmp_path):
     events = []
-    changes = {"steps": None, "max_minutes": 1 / 60, "save_every": 100, "eval_every": 50}
+    changes = {"steps": None, "max_minutes": 0.005, "save_every": 100, "eval_every": 50}
     result = train(toy_run(tmp_path, **changes), on_event=events.append)
     assert isinstance(events[0], Notice)
     assert "steps here" in events[0].text
     assert result.steps == result.step >= 1
     stored = loop.folder.read(tmp_path / "run")
-    assert (stored.config.steps, stored.config.max_minutes, stored.max_minutes) == (result.steps, None, 1 / 60)
+    assert (stored.config.steps, stored.config.max_minutes, stored.max_minutes) == (result.steps, None, 0.005)
     # The number of steps is all that the budget leaves behind: given outright, it makes the same run.
     again = dataclasses.replace(stored.config, run=tmp_path / "again")
     train(again)

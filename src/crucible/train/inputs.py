@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from crucible.config import ModelConfig, preset
 from crucible.data.loader import PAD_TARGET, Batch, Loader, LoaderState
 from crucible.data.shards import Shard, list_shards
 from crucible.tokenizer import Tokenizer
@@ -17,6 +19,7 @@ from crucible.train.config import TrainConfig, TrainError
 
 VALIDATION_SEED: Final = 0
 """The windows of an evaluation are the same in every run, whatever its seed."""
+_VOCAB_MULTIPLE: Final = 64
 _SAMPLES: Final = 16
 _SAMPLE_BYTES: Final = 4096
 
@@ -106,6 +109,21 @@ class Inputs:
                 raise TrainError(
                     f"{config.data} holds token {largest}, the model's vocab_size is {config.model.vocab_size}"
                 )
+
+
+def model_for(preset_name: str, data: Path, changes: Mapping[str, Any]) -> ModelConfig:
+    """A preset with some fields changed and a vocabulary that fits a data folder.
+
+    The vocabulary is that of the shards, rounded up to a multiple of 64 (where matrix products are fastest), and the
+    preset's own where the shards do not state theirs.
+
+    Raises:
+        ConfigError: no such preset, or the changes make no model.
+        DataError: there are no shards in the folder.
+    """
+    stated = max(Shard.open(path).vocab_size for split in ("train", "val") for path in list_shards(data, split))
+    vocab_size = -(-stated // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE or preset(preset_name).vocab_size
+    return preset(preset_name).vary(**{"vocab_size": vocab_size, **changes})
 
 
 def sample_sha256(path: Path) -> str:

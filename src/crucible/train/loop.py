@@ -44,6 +44,20 @@ class TrainResult:
     seconds: float
     """Wall time of this call."""
 
+    def summary(self) -> str:
+        """How it ended and, where it was interrupted, how it goes on; for people, a line each."""
+        lines = [f"{self.run}: step {self.step:,} of {self.steps:,}, {self.tokens:,} tokens seen"]
+        if self.best_val_loss is not None:
+            lines[0] += (
+                f"; validation loss {self.best_val_loss:.4f} nats per token at its best, step {self.best_step:,}"
+            )
+        if self.interrupted is not None:
+            lines.append(
+                f"Interrupted by {self.interrupted}; step {self.step:,} is saved. "
+                f"Go on with: crucible train --run {self.run} --resume"
+            )
+        return "\n".join(lines)
+
 
 def train(config: TrainConfig, *, resume: bool = False, on_event: OnEvent | None = None) -> TrainResult:
     """Trains a model, or goes on with an interrupted run, until its last step or a signal.
