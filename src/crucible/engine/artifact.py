@@ -162,7 +162,7 @@ def config_to_json(
     """The config.json of an artifact: the inverse of `config_from_json`.
 
     rope_theta stands at the top level, where every version of `transformers` reads it. Only the name of a head
-    grouping can get lost: one head is mha, gqa and mqa at once, and a Llama configuration has no key for the name.
+    grouping can get lost: one head is mha and mqa at once, and a Llama configuration has no key for the name.
     """
     model_type = "llama" if config.is_llama else "crucible"
     values: dict[str, Any] = {"architectures": [_ARCHITECTURES[model_type]], "model_type": model_type}
