@@ -131,7 +131,7 @@ def check_packages(probe: Probe) -> list[Check]:
     requirements = [Requirement(text) for text in importlib.metadata.requires("crucible") or []]
     found, problems = _installed(requirements, extra="")
     checks = [
-        Check("crucible", "fail", "; ".join(problems), "pip install crucible, in this Python's environment")
+        Check("crucible", "fail", "; ".join(problems), "pip install --editable . in the checkout")
         if problems
         else Check("crucible", "ok", f"{__version__} with {', '.join(found)}")
     ]
@@ -143,9 +143,13 @@ def check_packages(probe: Probe) -> list[Check]:
             continue
         # A version out of its range is a mistake; a package not installed is a choice.
         status: Status = "warn" if any("is out of range" in problem for problem in problems) else "info"
-        remedy = f"pip install 'crucible[{extra}]'   (for {purpose})"
-        checks.append(Check(f"extra {extra}", status, "; ".join(problems), remedy))
+        checks.append(Check(f"extra {extra}", status, "; ".join(problems), f"{_install(extra)}, for {purpose}"))
     return checks
+
+
+def _install(extra: str) -> str:
+    # Not by the project's name: on PyPI that belongs to somebody else's.
+    return f"pip install --editable '.[{extra}]' in the checkout"
 
 
 def _installed(requirements: Sequence[Requirement], extra: str) -> tuple[list[str], list[str]]:
@@ -355,14 +359,14 @@ def check_nvrtc(probe: Probe) -> list[Check]:
     gpus = [gpu for gpu in probe.machine.gpus if gpu.compute_capability is not None]
     if path is None:
         status: Status = "warn" if gpus else "info"
-        return [Check("NVRTC", status, "not installed", "pip install 'crucible[cuda]'   (for the CUDA backend)")]
+        return [Check("NVRTC", status, "not installed", f"{_install('cuda')}, for the CUDA backend")]
     version, archs = query_nvrtc(path)
     checks = [Check("NVRTC", "ok", f"CUDA {_dotted(version)}, sm_{archs[0]} to sm_{archs[-1]}, {path}")]
     for gpu in gpus:
         assert gpu.compute_capability is not None
         if int(_digits(gpu.compute_capability)) not in archs:
             detail = f"CUDA {_dotted(version)} does not compile for sm_{_digits(gpu.compute_capability)}"
-            checks.append(Check("NVRTC", "warn", detail, "pip install -U 'crucible[cuda]'"))
+            checks.append(Check("NVRTC", "warn", detail, "pip install --upgrade nvidia-cuda-nvrtc"))
     return checks
 
 

@@ -100,10 +100,10 @@ def test_only_a_failure_sets_the_exit_code(statuses: list[doctor.Status], code: 
 
 def test_rendering_keeps_brackets_and_says_the_verdict() -> None:
     out = io.StringIO()
-    checks = [Check("a", "ok", "fine"), Check("b", "warn", "no [x]", "pip install 'crucible[cuda]'")]
+    checks = [Check("a", "ok", "fine"), Check("b", "warn", "no [x]", "pip install '.[cuda]'")]
     doctor.render(checks, Console(file=out, width=100))
     text = out.getvalue()
-    assert "pip install 'crucible[cuda]'" in text
+    assert "pip install '.[cuda]'" in text
     assert "no [x]" in text
     assert "everything required is there; 1 warning\n" in text
     doctor.render([Check("c", "fail", "gone", "mend it")], Console(file=out, width=100))
@@ -147,7 +147,7 @@ def test_packages_against_their_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
         "datasets 2.21.0 is out of range >=3.0",
     )
     assert (checks["extra cpu"].status, checks["extra cpu"].detail) == ("info", "numba is not installed")
-    assert checks["extra cpu"].remedy.startswith("pip install 'crucible[cpu]'")
+    assert checks["extra cpu"].remedy.startswith("pip install --editable '.[cpu]'")
     assert checks["extra cuda"].status == "warn"
     assert "extra demo" not in checks  # metadata that does not know the extra says nothing about it
 

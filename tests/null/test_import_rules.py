@@ -20,8 +20,10 @@ SOURCE = Path(__file__).parents[2] / "src" / "crucible"
 HEAVY = ("torch", "numba", "cuda", "matplotlib", "textual", "datasets", "pyarrow", "pandas", "transformers", "pynvml")
 """Heavy or optional: loaded only by the function that needs them."""
 
-WITHOUT_TORCH = ("config", "hardware", "doctor", "tokenizer", "data", "engine")
+WITHOUT_TORCH = ("cli", "config", "data", "doctor", "engine", "errors", "hardware", "llm", "tokenizer")
 """What works, module by module, where nothing heavy is installed."""
+
+ROOT_VERSION = "crucible.__version__"
 
 Graph = dict[str, set[str]]
 """Module -> every module it names in an import; "crucible.x" for our own, the whole dotted name for others."""
@@ -51,7 +53,8 @@ def imports(module: str, path: Path, known: Iterable[str]) -> Iterator[str]:
             base = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
                 # `from crucible.engine import sampling` names the module, `... import SamplingParams` the package.
-                yield f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base
+                named = f"{base}.{alias.name}"
+                yield named if named in known or base == "crucible" else base
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("import_module", "importlib.import_module"):
             yield node.args[0].value if isinstance(node.args[0], ast.Constant) else "a name made at run time"
 
@@ -63,14 +66,15 @@ def within(name: str, *packages: str) -> bool:
 def reachable(graph: Graph, module: str) -> set[str]:
     """Everything that a module names, or that our modules it names do, and so on.
 
-    Loading a module loads the packages above it too, so they count as named.
+    Loading a module loads the packages above it too, so they count as named: all but the root, which loads nothing
+    before an attribute of it is asked for (proved below).
     """
     seen: set[str] = set()
     waiting = [module]
     while waiting:
         for name in graph.get(waiting.pop(), ()):
             parts = name.split(".")
-            new = {".".join(parts[: i + 1]) for i in range(len(parts))} - seen
+            new = {".".join(parts[: i + 1]) for i in range(len(parts))} - seen - {"crucible"}
             seen |= new
             waiting += new
     return seen
@@ -137,6 +141,11 @@ RULES = [
         lambda name: within(name, "crucible") and not within(name, "crucible.serve.protocol"),
     ),
     Rule(
+        "the library API at the root is for users: inside, its parts are imported from where they are",
+        lambda module: module != "crucible",
+        lambda name: within(name, *ours("LLM", "SamplingParams")),
+    ),
+    Rule(
         "nothing imports the command line",
         lambda module: not within(module, *ours("cli", "__main__")),
         lambda name: within(name, "crucible.cli"),
@@ -152,8 +161,8 @@ def violations(graph: Graph) -> list[str]:
             home = ".".join(module.split(".")[: 3 if within(module, "crucible.serve") else 2])
             names = reachable(graph, module) if rule.reaching else graph[module]
             for name in sorted(names):
-                # A package may always name its own modules, and every module the package's version.
-                if rule.forbidden(name) and not within(name, home) and name != "crucible":
+                # A package may always name its own modules, and every module the root and its version.
+                if rule.forbidden(name) and not within(name, home) and name not in ("crucible", ROOT_VERSION):
                     found.append(f"{module} -> {name}: {rule.sentence}")
     return found
 
@@ -192,6 +201,7 @@ def test_the_sources_keep_every_rule() -> None:
         ),
         ("client/library", "from crucible.config import ModelConfig", "crucible.client.library -> crucible.config"),
         ("data/shards", "from crucible.cli import main", "crucible.data.shards -> crucible.cli"),
+        ("llm", "from crucible import SamplingParams", "crucible.llm -> crucible.SamplingParams"),
     ],
 )
 def test_a_planted_violation_is_found(tmp_path: Path, module: str, line: str, breach: str) -> None:
@@ -249,6 +259,11 @@ def python(code: str) -> list[str]:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     return result.stdout.split()
+
+
+def test_the_root_loads_nothing_but_itself() -> None:
+    loaded = python("import sys, crucible; crucible.__version__; print(*sys.modules)")
+    assert [name for name in loaded if within(name, "crucible")] == ["crucible"]
 
 
 @pytest.mark.parametrize("module", ["crucible", "crucible.cli"])
