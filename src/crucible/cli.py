@@ -5,6 +5,7 @@ Anything heavy is imported inside the command that needs it, so that `crucible -
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 import time
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 import crucible
-from crucible.config import Activation, Attention, Norm, NormPlacement, PosEncoding
+from crucible.config import Activation, Attention, ConfigError, Norm, NormPlacement, PosEncoding
 from crucible.errors import CrucibleError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def main() -> None:
     except BrokenPipeError:  # `crucible ... | head`
         sys.stderr.close()
         sys.exit(1)
-    except (CrucibleError, OSError) as error:
+    except (CrucibleError, ConfigError, OSError) as error:
         print(f"crucible: {error}", file=sys.stderr)
         sys.exit(1)
     except ModuleNotFoundError as error:
@@ -285,7 +286,9 @@ def inspect(model: Annotated[Path, _MODEL]) -> None:
 def generate(
     model: Annotated[str, _MODEL],
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to go on from.", show_default=False)],
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n")] = 128,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", "-n", show_default="128, or what the context has left")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0 from all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest that hold this share of probability.")] = 1.0,
@@ -298,10 +301,12 @@ def generate(
     from crucible.engine.request import SamplingParams
     from crucible.llm import LLM
 
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
-    )
-    _stream(LLM(model), prompt, params, use_cache=cache, echo=echo)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    llm = LLM(model)
+    if max_tokens is None:
+        left = llm.config.max_position_embeddings - len(llm.encode(prompt))
+        max_tokens = max(1, min(params.max_tokens, left))
+    _stream(llm, prompt, dataclasses.replace(params, max_tokens=max_tokens), use_cache=cache, echo=echo)
 
 
 @app.command(
