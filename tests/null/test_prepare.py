@@ -358,10 +358,10 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, corpus: Path, tok
     ):
         prepare([str(corpus)], tmp_path / "out", tokenizer=str(tokenizer))
     (tmp_path / "out" / "meta.json").write_text("{}")
-    with pytest.raises(DataError, match=r"meta\.json: was not written by this command"):
+    with pytest.raises(DataError, match=r"meta\.json: is damaged or was not written by this command"):
         prepare([str(corpus)], tmp_path / "out", tokenizer=str(tokenizer))
     (tmp_path / "out" / "meta.json").write_text("{")
-    with pytest.raises(DataError, match=r"meta\.json: not JSON"):
+    with pytest.raises(DataError, match=r"meta\.json: is damaged"):
         prepare([str(corpus)], tmp_path / "out", tokenizer=str(tokenizer))
     assert (tmp_path / "out" / "train_000000.bin").read_bytes() == b"somebody's"
 

@@ -316,9 +316,7 @@ def test_a_hub_stream_goes_on_from_its_state_at_its_revision(hub: SimpleNamespac
 
 def test_hub_failures_are_one_line_with_the_name(hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.records = [{"text": "one"}, ConnectionError("reset by peer\nand more")]
-    with pytest.raises(
-        DataError, match=r"^hf:a/b: .* failed: ConnectionError: reset by peer; the same command"
-    ) as caught:
+    with pytest.raises(DataError, match=r"^hf:a/b: ConnectionError: reset by peer; run this again") as caught:
         texts("hf:a/b")
     assert "\n" not in str(caught.value)
     hub.records = [{"text": "one"}, {"content": "two"}]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from collections import deque
@@ -25,6 +26,11 @@ from crucible.tokenizer import Tokenizer
 _BATCHES_AHEAD: Final = 2
 """Batches queued for each process: enough to keep it busy, few enough to bound memory."""
 
+_PIECE_CHARS: Final = 2**16
+_PIECES_AT_ONCE: Final = 64
+_WORD_END: Final = re.compile(r"(?<=[^\W\d_])(?=\s)")
+_PROBES: Final = [("word", " word"), ("word", "\nword"), ("word", "\r\n\n  word"), ("word", "  \t. word")]
+
 Ids = npt.NDArray[Any]
 Batch = list[Document]
 
@@ -32,8 +38,27 @@ Batch = list[Document]
 def encode(tokenizer: Tokenizer, texts: Sequence[bytes]) -> list[Ids]:
     """Ids of each document, end-of-text first; arrays of the shards' element type."""
     dtype = token_dtype(tokenizer.vocab_size)
-    eot_id = tokenizer.eot_id
-    return [np.array([eot_id, *ids], dtype) for ids in tokenizer.encode_batch([text.decode() for text in texts])]
+    parts = [[np.array([tokenizer.eot_id], dtype)] for _ in texts]
+    pieces = [(owner, piece) for owner, text in enumerate(texts) for piece in _pieces(tokenizer, text.decode())]
+    for start in range(0, len(pieces), _PIECES_AT_ONCE):
+        owners, some = zip(*pieces[start : start + _PIECES_AT_ONCE], strict=True)
+        for owner, ids in zip(owners, tokenizer.encode_batch(some), strict=True):
+            parts[owner].append(np.array(ids, dtype))
+    return [np.concatenate(part) for part in parts]
+
+
+def _pieces(tokenizer: Tokenizer, text: str) -> Iterator[str]:
+    """A long text in pieces whose ids together are the text's: the library takes 100 bytes of memory for each of it.
+
+    Byte-level tokenizers split text into words first, and a word of letters ends where white space begins. Others,
+    told by the probes, get the text whole.
+    """
+    start, ids_of = 0, tokenizer.encode
+    if len(text) > _PIECE_CHARS and all(ids_of(a + b) == ids_of(a) + ids_of(b) for a, b in _PROBES):
+        while cut := _WORD_END.search(text, start + _PIECE_CHARS):
+            yield text[start : cut.start()]
+            start = cut.start()
+    yield text[start:]
 
 
 def encode_in_order(batches: Iterator[Batch], tokenizer: Tokenizer, workers: int) -> Generator[tuple[Batch, list[Ids]]]:

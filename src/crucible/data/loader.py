@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,8 +30,6 @@ from crucible.data.shards import DataError, Shard
 
 PAD_TARGET: Final = -1
 """A target that no loss counts."""
-
-_MAX_SEED: Final = 2**64 - 1
 
 Ints = npt.NDArray[np.int64]
 Batch = tuple[Ints, Ints]
@@ -55,7 +53,7 @@ class LoaderState:
 
     def __post_init__(self) -> None:
         for name, value in self.to_dict().items():
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_SEED:
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
                 raise DataError(f"loader state: {name} must be a whole number from 0 to 2^64 - 1, not {value!r}")
 
     def to_dict(self) -> dict[str, int]:
@@ -69,6 +67,10 @@ class LoaderState:
         if sorted(values) != sorted(fields):
             raise DataError(f"loader state: the keys must be {', '.join(fields)}, not {', '.join(map(str, values))}")
         return cls(**values)
+
+
+Step = tuple[Batch, LoaderState]
+"""A rank's batch and the state after it."""
 
 
 def permutation(count: int, *, seed: int, epoch: int, stream: int) -> Ints:
@@ -124,7 +126,7 @@ class Loader:
         self._seed = self._state.seed
         self._at: tuple[int, int] | None = None
         self._check_state()
-        self._prefetcher = _Prefetcher(self._batches(), prefetch) if prefetch else None
+        self._prefetcher = _Prefetcher(self._batch_at, self._state, prefetch) if prefetch else None
 
     @property
     def state(self) -> LoaderState:
@@ -161,13 +163,7 @@ class Loader:
 
     # ---- the sequence of windows ------------------------------------------------------------------------------
 
-    def _batches(self) -> Iterator[tuple[Batch, LoaderState]]:
-        state = self._state
-        while True:
-            batch, state = self._batch_at(state)
-            yield batch, state
-
-    def _batch_at(self, state: LoaderState) -> tuple[Batch, LoaderState]:
+    def _batch_at(self, state: LoaderState) -> Step:
         """This rank's batch of the step that starts at `state`, and the state after that step."""
         rows, width = self._batch_size, self._context_length
         tokens_BT, targets_BT = np.empty((rows, width), np.int64), np.empty((rows, width), np.int64)
@@ -237,17 +233,17 @@ def _usable(shards: list[Shard]) -> list[Shard]:
 
 
 class _Prefetcher:
-    """Runs an endless iterator in a thread, at most `depth` items ahead. What it raises, every later `get` raises."""
+    """Takes steps in a thread, at most `depth` ahead. What a step raises, its `get` and every later one raises."""
 
-    def __init__(self, source: Iterator[tuple[Batch, LoaderState]], depth: int) -> None:
-        self._source = source
+    def __init__(self, step: Callable[[LoaderState], Step], state: LoaderState, depth: int) -> None:
+        self._step, self._state = step, state
         self._room = threading.Semaphore(depth)
-        self._ready: queue.SimpleQueue[tuple[Batch, LoaderState] | BaseException] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[Step | BaseException] = queue.SimpleQueue()
         self._closed = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def get(self) -> tuple[Batch, LoaderState]:
+    def get(self) -> Step:
         if self._closed:
             raise RuntimeError("this loader is closed")
         if self._failure:
@@ -268,7 +264,9 @@ class _Prefetcher:
                 self._room.acquire()
                 if self._closed:
                     raise RuntimeError("this loader is closed")
-                self._ready.put(next(self._source))
+                step = self._step(self._state)
+                self._state = step[1]
+                self._ready.put(step)
         except BaseException as error:
             self._ready.put(error)
 

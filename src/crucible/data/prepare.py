@@ -31,8 +31,6 @@ _SAMPLE_BYTES: Final = 2**25
 """Text that a tokenizer is trained on at most."""
 _POOL_BYTES: Final = 2**30
 """Text from which that sample is drawn at most."""
-_TOKEN_BYTES: Final = 8
-"""More text than a token stands for on average, so that n tokens are reached within n times as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +221,8 @@ class _Run:
 
     def _pool(self) -> Iterator[bytes]:
         """The documents that a tokenizer's sample is drawn from: of a limited run about as many as it will use."""
-        limit = self._recipe.limit_tokens
-        room = _POOL_BYTES if limit is None else min(_POOL_BYTES, _TOKEN_BYTES * limit)
+        # A token stands for less than 8 bytes on average, so the limit is reached within that much text.
+        room = min(_POOL_BYTES, 8 * (self._recipe.limit_tokens or _POOL_BYTES))
         for index, document in enumerate(read_all(self._sources)):
             yield document.utf8
             room -= len(document.utf8)

@@ -21,6 +21,12 @@ TOKENIZER: Final = "tokenizer.json"
 Notes = dict[str, Any]
 """The content of either."""
 
+_RANGES: Final = {
+    "val_fraction": (0, 0.99),
+    "limit_tokens": (1, 2**63 - 1),
+    "shard_tokens": (2, MAX_SHARD_TOKENS),
+    "seed": (0, 2**64 - 1),
+}
 _OURS = re.compile(r"\.?(meta\.json|progress\.json|tokenizer\.json|(train|val)_\d{6}\.bin)(\.partial)?")
 _START_ANEW: Final = "choose another folder, or start anew with --force"
 
@@ -45,12 +51,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if not self.sources:
             raise DataError("no sources: give files, folders, globs, hf:OWNER/NAME or demo")
-        for name, lowest, highest in (
-            ("val_fraction", 0, 0.99),
-            ("limit_tokens", 1, 2**63 - 1),
-            ("shard_tokens", 2, MAX_SHARD_TOKENS),
-            ("seed", 0, 2**64 - 1),
-        ):
+        for name, (lowest, highest) in _RANGES.items():
             value = getattr(self, name)
             if value is not None and not lowest <= value <= highest:
                 raise DataError(f"{name} must be from {lowest} to {highest}, not {value}")
@@ -89,10 +90,10 @@ def find_earlier(folder: Path, recipe: Recipe) -> Notes | None:
 def _read_notes(path: Path) -> Notes:
     try:
         notes: Notes = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON: {error}") from None
+    except ValueError:
+        notes = {}
     if not isinstance(notes, dict) or not isinstance(notes.get("arguments"), dict):
-        raise DataError(f"{path}: was not written by this command; {_START_ANEW}")
+        raise DataError(f"{path}: is damaged or was not written by this command; {_START_ANEW}")
     return notes
 
 

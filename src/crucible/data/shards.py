@@ -33,14 +33,9 @@ class DataError(CrucibleError):
     """Text, shards or a prepared folder that cannot be used: the message names the file and what is wrong with it."""
 
 
-def token_version(vocab_size: int) -> int:
-    """The narrowest format version whose tokens hold every id below `vocab_size`."""
-    return 1 if vocab_size <= 2**16 else 2
-
-
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Element type of shards for a vocabulary of this size: little-endian uint16 or uint32."""
-    return _DTYPES[token_version(vocab_size)]
+    return _DTYPES[1 if vocab_size <= 2**16 else 2]
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------
@@ -132,9 +127,7 @@ class ShardWriter:
             raise DataError(f"{path}: vocab_size must be from 1 to {MAX_SHARD_TOKENS}, not {vocab_size}")
         if len(tokenizer_id) not in (0, TOKENIZER_ID_BYTES):
             raise DataError(f"{path}: tokenizer_id must be {TOKENIZER_ID_BYTES} bytes or none, not {len(tokenizer_id)}")
-        self.path = path
-        self.vocab_size = vocab_size
-        self.tokenizer_id = tokenizer_id
+        self.path, self.vocab_size, self.tokenizer_id = path, vocab_size, tokenizer_id
         self.num_tokens = keep
         self._dtype = token_dtype(vocab_size)
         self._partial = partial_path(path)
@@ -172,7 +165,7 @@ class ShardWriter:
     def finish(self) -> None:
         """Writes the header and gives the shard its name."""
         header = np.zeros(HEADER_BYTES // 4, "<i4")
-        header[: _VOCAB + 1] = MAGIC, token_version(self.vocab_size), self.num_tokens, self.vocab_size
+        header[: _VOCAB + 1] = MAGIC, self._dtype.itemsize // 2, self.num_tokens, self.vocab_size
         header[_TOKENIZER : _TOKENIZER + len(self.tokenizer_id) // 4] = np.frombuffer(self.tokenizer_id, "<i4")
         self._file.seek(0)
         self._file.write(header.tobytes())

@@ -31,7 +31,6 @@ from typing import IO, Any, Final
 
 from crucible.data.shards import DataError
 
-DEMO: Final = "demo"
 DEMO_FILE: Final = Path(__file__).parent / "demo" / "austen.txt.xz"
 
 _BLOCK_BYTES: Final = 2**18
@@ -59,7 +58,7 @@ def open_source(name: str, text_field: str = "text", pinned: dict[str, Any] | No
     Raises:
         DataError: nothing is there, an extension is unknown, or the hub cannot be reached.
     """
-    if name == DEMO:
+    if name == "demo":
         sha256 = hashlib.sha256(DEMO_FILE.read_bytes()).hexdigest()
         return LocalSource([DEMO_FILE], text_field, {"name": name, "licence": "public domain", "sha256": sha256})
     if name.startswith("hf:"):
@@ -195,16 +194,16 @@ def _text(record: Any, text_field: str, where: str) -> bytes:
         raise DataError(f"{where}: field {text_field!r} holds half a surrogate pair at {error.start}") from None
 
 
-def _plain(file: IO[bytes]) -> Iterator[bytes]:
+def _plain(file: IO[bytes] | gzip.GzipFile) -> Iterator[bytes]:
     return iter(functools.partial(file.read, _BLOCK_BYTES), b"")
 
 
 def _gunzip(file: IO[bytes]) -> Iterator[bytes]:
-    return iter(functools.partial(gzip.GzipFile(fileobj=file).read, _BLOCK_BYTES), b"")
+    return _plain(gzip.GzipFile(fileobj=file))
 
 
 def _unxz(file: IO[bytes]) -> Iterator[bytes]:
-    return iter(functools.partial(lzma.LZMAFile(file).read, _BLOCK_BYTES), b"")
+    return _plain(lzma.LZMAFile(file))
 
 
 def _unzstd(file: IO[bytes]) -> Iterator[bytes]:
@@ -224,14 +223,12 @@ def _unzstd(file: IO[bytes]) -> Iterator[bytes]:
         raise EOFError("it ends inside a frame")
 
 
-Reader = Callable[[Path, IO[bytes], Iterator[bytes], str], Iterator[Record]]
-
 _COMPRESSIONS: Final = {"": _plain, ".gz": _gunzip, ".xz": _unxz, ".zst": _unzstd}
 _READERS: Final = {".txt": _read_text, ".md": _read_text, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
 
-def _form(path: Path) -> tuple[Reader, str] | None:
-    """How a file is read, by its name: the reader and the compression; None for an unknown extension."""
+def _form(path: Path) -> tuple[Callable[..., Iterator[Record]], str] | None:
+    """How a file of that name is read: by which of `_READERS` and what compression; None for an unknown extension."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = suffixes.pop() if suffixes and suffixes[-1] in _COMPRESSIONS else ""
     reader = _READERS.get(suffixes[-1]) if suffixes else None
@@ -245,11 +242,8 @@ def _find_files(name: str) -> tuple[list[Path], dict[str, int]]:
     path = Path(name)
     if path.is_dir():
         return _files_below(path)
-    if path.is_file():
-        files = [path]
-    else:
-        matches = map(Path, glob.glob(name, recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
-        files = sorted(match for match in matches if match.is_file())
+    matches = glob.glob(name, recursive=True)  # noqa: PTH207 (Path.glob takes no absolute pattern)
+    files = [path] if path.is_file() else sorted(filter(Path.is_file, map(Path, matches)))
     if not files:
         raise DataError(f"{name}: matches no file" if glob.has_magic(name) else f"{name}: no such file or folder")
     for file in files:
@@ -259,15 +253,10 @@ def _find_files(name: str) -> tuple[list[Path], dict[str, int]]:
 
 
 def _files_below(folder: Path) -> tuple[list[Path], dict[str, int]]:
-    files, skipped = [], Counter[str]()
-    for path in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if hidden or not path.is_file():
-            continue
-        if _form(path):
-            files.append(path)
-        else:
-            skipped[path.suffix or path.name] += 1
+    inside = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    shown = [path for path in inside if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    files = [path for path in shown if _form(path)]
+    skipped = Counter(path.suffix or path.name for path in shown if not _form(path))
     if not files:
         raise DataError(f"{folder}: no file to read in it (found {', '.join(skipped) or 'nothing'}); {_KNOWN}")
     return files, dict(skipped)
@@ -322,8 +311,7 @@ class HubSource:
 
     def _failure(self, error: Exception) -> DataError:
         return DataError(
-            f"{self._name}: reading from the Hugging Face hub failed: {type(error).__name__}: {_first_line(error)}; "
-            "the same command continues where it stopped"
+            f"{self._name}: {type(error).__name__}: {_first_line(error)}; run this again to go on from here"
         )
 
 
@@ -341,8 +329,9 @@ def _require(module: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError:
-        package = module.partition(".")[0]
-        raise DataError(f"{what}: reading it needs the package {package}: pip install 'crucible[data]'") from None
+        raise DataError(
+            f"{what}: reading it needs the package {module.partition('.')[0]}: pip install 'crucible[data]'"
+        ) from None
 
 
 def _first_line(error: Exception) -> str:
