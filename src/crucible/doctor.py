@@ -148,7 +148,7 @@ def check_packages(probe: Probe) -> list[Check]:
 
 
 def _install(extra: str) -> str:
-    # Not by the project's name: on PyPI that belongs to somebody else's.
+    # Not by name alone: on PyPI that name is another project's.
     return f"pip install --editable '.[{extra}]' in the checkout"
 
 
