@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
@@ -74,15 +75,14 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{field.name} must be a positive integer, not {value!r}")
+            if field.type == "int":
+                _check_size(field.name, value)
             if field.type == "bool" and not isinstance(value, bool):
                 raise ConfigError(f"{field.name} must be true or false, not {value!r}")
             if field.type == "float" and not _is_positive_number(value):
                 raise ConfigError(f"{field.name} must be a positive finite number, not {value!r}")
-        for axis, allowed in AXES.items():
-            if getattr(self, axis) not in allowed:
-                raise ConfigError(f"{axis} must be one of {', '.join(allowed)}, not {getattr(self, axis)!r}")
+        for axis in AXES:
+            _check_axis(axis, getattr(self, axis))
         if self.vocab_size > MAX_VOCAB_SIZE:
             raise ConfigError(f"vocab_size must be at most {MAX_VOCAB_SIZE}, not {self.vocab_size}")
         if self.pos_encoding == "rope" and self.head_dim % 2:
@@ -127,6 +127,8 @@ class ModelConfig:
             ConfigError: as the class; also where grouped-query attention would collapse to mha or mqa.
         """
         if head_dim is None:
+            _check_size("hidden_size", hidden_size)
+            _check_size("num_attention_heads", num_attention_heads)
             if hidden_size % num_attention_heads:
                 raise ConfigError(f"hidden_size={hidden_size} is not a multiple of {num_attention_heads} heads")
             head_dim = hidden_size // num_attention_heads
@@ -294,8 +296,10 @@ def default_kv_heads(num_attention_heads: int, attention: Attention) -> int:
     """Key/value heads of an attention kind: for gqa the largest group of at most four that stays gqa.
 
     Raises:
-        ConfigError: no grouping of that many heads is gqa.
+        ConfigError: no grouping of that many heads is gqa; no such number of heads or kind.
     """
+    _check_size("num_attention_heads", num_attention_heads)
+    _check_axis("attention", attention)
     if attention == "mha":
         return num_attention_heads
     if attention == "mqa":
@@ -311,14 +315,31 @@ def default_kv_heads(num_attention_heads: int, attention: Attention) -> int:
 
 
 def default_intermediate_size(hidden_size: int, activation: Activation) -> int:
-    """4 D for GELU; 2/3 of that, rounded up to a multiple of 64, for SwiGLU's three matrices (Shazeer 2020)."""
+    """4 D for GELU; 2/3 of that, rounded up to a multiple of 64, for SwiGLU's three matrices (Shazeer 2020).
+
+    Raises:
+        ConfigError: no such size or activation.
+    """
+    _check_size("hidden_size", hidden_size)
+    _check_axis("activation", activation)
     if activation == "gelu":
         return 4 * hidden_size
-    return math.ceil(8 * hidden_size / 3 / _HIDDEN_MULTIPLE) * _HIDDEN_MULTIPLE
+    return -(-8 * hidden_size // (3 * _HIDDEN_MULTIPLE)) * _HIDDEN_MULTIPLE  # in integers, rounded up
+
+
+def _check_size(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a positive integer, not {value!r}")
+
+
+def _check_axis(axis: str, value: Any) -> None:
+    if value not in AXES[axis]:
+        raise ConfigError(f"{axis} must be one of {', '.join(AXES[axis])}, not {value!r}")
 
 
 def _is_positive_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    # Bounded by comparison, because an integer may be too large for math.isfinite.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def _known(values: Mapping[str, Any], cls: type) -> dict[str, Any]:
