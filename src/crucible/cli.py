@@ -117,7 +117,7 @@ def prepare(
     from crucible.data.progress import progress_bar
 
     with progress_bar() as show:
-        run(
+        prepared = run(
             sources,
             out,
             tokenizer=tokenizer,
@@ -129,6 +129,12 @@ def prepare(
             force=force,
             progress=show,
         )
+    for source in prepared.meta["sources"]:
+        for ending, count in source.get("skipped", {}).items():
+            print(f"{source['name']}: {count} files passed over, of unknown kind {ending}", file=sys.stderr)
+    for name, split in prepared.meta["splits"].items():
+        print(f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens, {split['shards']} shard(s)")
+    print(f"{out}: {'was finished already, nothing to do' if prepared.reused else 'prepared'}")
 
 
 _AXIS = "Architecture (default: the preset's)"

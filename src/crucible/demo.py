@@ -29,7 +29,7 @@ from crucible.train.loop import train
 
 PRESET: Final = "nano"
 VAL_FRACTION: Final = 0.05
-"""Of 311 chapters: enough text for a validation loss that two runs can be compared by."""
+"""Of 269 chapters: 8 of them, 35,000 tokens, enough for a validation loss that two runs can be compared by."""
 SAMPLING: Final = SamplingParams(temperature=0.8, top_k=40, max_tokens=120, seed=7)
 
 

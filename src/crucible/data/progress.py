@@ -28,25 +28,37 @@ OnProgress = Callable[[Progress], None]
 
 @contextmanager
 def progress_bar() -> Iterator[OnProgress]:
-    """A bar on the terminal that shows each `Progress` it is called with: documents, tokens, tokens/s, time left."""
+    """A bar on standard error that shows each `Progress` it is called with: documents, tokens, tokens/s, time left.
+
+    It appears with the first call, so that work which is refused leaves nothing but its error on the screen.
+    """
     from rich import progress as rich
+    from rich.console import Console
 
     stage, figures, left = "{task.description}", "{task.fields[figures]}", rich.TimeRemainingColumn()
-    with rich.Progress(stage, rich.BarColumn(), rich.TaskProgressColumn(), figures, left) as bar:
+    columns = (stage, rich.BarColumn(), rich.TaskProgressColumn(), figures, left)
+    bar = rich.Progress(*columns, console=Console(stderr=True))
+    first: Progress | None = None
+    try:
         task = bar.add_task("reading", total=None, figures="")
-        first: Progress | None = None
         started = time.monotonic()
 
         def show(now: Progress) -> None:
             nonlocal first, started
+            if first is None:
+                bar.start()
             if first is None or first.stage != now.stage:
                 bar.reset(task)
                 first, started = now, time.monotonic()
             figures = f"{now.documents:,} documents"
             if now.stage == "tokens":
-                rate = (now.tokens - first.tokens) / max(time.monotonic() - started, 1e-3)
-                figures += f"  {now.tokens:,} tokens  {rate:,.0f} tok/s"
+                figures += f"  {now.tokens:,} tokens"
+                if now.tokens > first.tokens:
+                    figures += f"  {(now.tokens - first.tokens) / (time.monotonic() - started):,.0f} tok/s"
             total = None if now.fraction is None else 1.0
             bar.update(task, description=now.stage, total=total, completed=now.fraction or 0.0, figures=figures)
 
         yield show
+    finally:
+        if first is not None:
+            bar.stop()
