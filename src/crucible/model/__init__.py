@@ -1,1 +1,1 @@
-"""The trainable transformer, in PyTorch. Everything else about a model follows from its `ModelConfig`."""
+"""The trainable transformer, in PyTorch."""

@@ -1,6 +1,6 @@
 """Normalisation over the hidden dimension.
 
-Both accumulate in float32 whatever the type of their input, and autocast leaves both in float32.
+Both accumulate in at least float32 whatever the type of their input, and stay in float32 under autocast.
 """
 
 from __future__ import annotations
