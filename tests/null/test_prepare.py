@@ -452,7 +452,7 @@ def test_the_bar_shows_counts(capsys: pytest.CaptureFixture[str], monkeypatch: p
         show(Progress(stage="tokenizer", documents=5, tokens=0, fraction=0.5))
         show(Progress(stage="tokens", documents=10, tokens=1234567, fraction=None))
         show(Progress(stage="tokens", documents=20, tokens=2345678, fraction=0.75))
-    out = capsys.readouterr().out
-    assert "20 documents" in out
-    assert "2,345,678 tokens" in out
-    assert "75%" in out
+    shown = capsys.readouterr().err
+    assert "20 documents" in shown
+    assert "2,345,678 tokens" in shown
+    assert "75%" in shown
