@@ -51,6 +51,7 @@ def toy_run(folder: Path, name: str = "run", **changes: Any) -> TrainConfig:
         "save_every": 4,
         "seed": 3,
         "device": "cpu",
+        "dtype": "f32",
     }
     return TrainConfig(**{**values, **changes})
 

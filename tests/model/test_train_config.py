@@ -75,6 +75,7 @@ def test_survives_json_with_every_field_changed():
         ("device", "tpu"),
         ("dtype", "f16"),
         ("compile", 1),
+        ("compile", "yes"),
         ("model", {}),
         ("data", "data"),
     ],

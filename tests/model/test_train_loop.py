@@ -205,6 +205,13 @@ def test_resuming_a_finished_run_changes_nothing(uninterrupted):
     assert outcome(folder / "run") == expected
 
 
+def test_bf16_resumes_to_the_bit_too(tmp_path):
+    train(toy_run(tmp_path, "whole", dtype="bf16"))
+    train(toy_run(tmp_path, "parts", dtype="bf16"), on_event=raise_at(5))
+    train(toy_run(tmp_path, "parts", dtype="bf16"), resume=True)
+    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
+
+
 def test_two_threads_resume_to_the_bit_too(tmp_path):
     """A model whose matrices are large enough for torch to share their rows among threads."""
     torch.set_num_threads(2)
@@ -342,6 +349,23 @@ def test_out_of_memory_names_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setattr(Learner, "update", update)
     with pytest.raises(TrainError, match="batch_size=5: lower batch_size and raise grad_accumulation"):
         train(toy_run(tmp_path))
+
+
+def test_a_failing_compiler_names_the_remedy_and_other_errors_pass(tmp_path, monkeypatch):
+    class BackendError(RuntimeError):
+        __module__ = "torch._dynamo.exc"
+
+    failure = [BackendError("\nno C compiler found\nand much more")]
+
+    def update(self, batches, rate):
+        raise failure[0]
+
+    monkeypatch.setattr(Learner, "update", update)
+    with pytest.raises(TrainError, match=r"does not work here \(no C compiler found\): give compile=False"):
+        train(toy_run(tmp_path))
+    failure[0] = RuntimeError("something else")
+    with pytest.raises(RuntimeError, match="something else"):
+        train(toy_run(tmp_path, "other"))
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

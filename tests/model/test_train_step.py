@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from cells import axis_cells, toy
 from crucible.config import ConfigError
 from crucible.train.config import TrainConfig
 from crucible.train.optim import ADAM_EPS, decayed, load_state_tensors, state_tensors
-from crucible.train.step import Learner, NonFiniteError, resolve_device, resolve_precision
+from crucible.train.step import Learner, NonFiniteError, resolve_compile, resolve_device, resolve_precision
 
 
 def make(**changes) -> TrainConfig:
@@ -23,6 +24,7 @@ def make(**changes) -> TrainConfig:
         "context_length": 12,
         "steps": 200,
         "device": "cpu",
+        "dtype": "f32",
         "grad_clip": 1e9,
     }
     return TrainConfig(**{**values, **changes})
@@ -192,7 +194,11 @@ def test_devices_and_precisions_resolve(monkeypatch):
     assert resolve_device("auto") == torch.device("cpu")
     with pytest.raises(ConfigError, match="device='cuda'"):
         resolve_device("cuda")
-    assert resolve_precision("auto", torch.device("cpu")) == "f32"
+    for native in (False, True):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda native=native: {"avx512_bf16": native})
+        assert resolve_precision("auto", torch.device("cpu")) == ("bf16" if native else "f32")
+        assert resolve_precision("f32", torch.device("cpu")) == "f32"
+        assert resolve_precision("bf16", torch.device("cpu")) == "bf16"
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old Card")
     assert resolve_precision("auto", torch.device("cuda", 0)) == "f32"
@@ -200,3 +206,14 @@ def test_devices_and_precisions_resolve(monkeypatch):
         resolve_precision("bf16", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     assert resolve_precision("auto", torch.device("cuda", 0)) == "bf16"
+
+
+def test_auto_compiles_on_a_gpu_with_a_c_compiler(monkeypatch):
+    card, processor = torch.device("cuda", 0), torch.device("cpu")
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/gcc" if name == "gcc" else None)
+    assert resolve_compile("auto", card)
+    assert not resolve_compile("auto", processor)
+    assert resolve_compile(True, processor)
+    assert not resolve_compile(False, card)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert not resolve_compile("auto", card)

@@ -159,7 +159,12 @@ def environment(learner: Learner) -> dict[str, Any]:
         "versions": {"crucible": crucible.__version__, "python": platform.python_version()}
         | {package: importlib.metadata.version(package) for package in _PACKAGES},
         "git": git_state(),
-        "device": {"type": learner.device.type, "name": learner.device_name, "dtype": learner.precision},
+        "device": {
+            "type": learner.device.type,
+            "name": learner.device_name,
+            "dtype": learner.precision,
+            "compiled": learner.is_compiled,
+        },
         # The order of a CPU's sums depends on how many threads share them.
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

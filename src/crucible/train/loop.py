@@ -101,6 +101,11 @@ def train(config: TrainConfig, *, resume: bool = False, on_event: OnEvent | None
                 f"out of memory on {learner.device_name} with batch_size={config.batch_size}: lower batch_size and "
                 "raise grad_accumulation by the same factor"
             ) from error
+        except RuntimeError as error:
+            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            reason = str(error).strip().splitlines()[0]
+            raise TrainError(f"torch.compile does not work here ({reason}): give compile=False") from error
         return trainer.result(interrupt.requested, time.monotonic() - began)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +15,7 @@ from crucible import hardware
 from crucible.config import ConfigError
 from crucible.data.loader import PAD_TARGET, Batch
 from crucible.model.transformer import Transformer
-from crucible.train.config import Device, Dtype, TrainConfig, TrainError
+from crucible.train.config import Compile, Device, Dtype, TrainConfig, TrainError
 from crucible.train.optim import clip_gradients, make_optimizer, set_learning_rate
 
 Precision = Literal["f32", "bf16"]
@@ -47,7 +48,8 @@ class Learner:
         self.device = resolve_device(config.device)
         self.precision = resolve_precision(config.dtype, self.device)
         self.model = Transformer(config.model).to(self.device)
-        self._loss = torch.compile(self.model.loss, dynamic=False) if config.compile else self.model.loss
+        self.is_compiled = resolve_compile(config.compile, self.device)
+        self._loss = torch.compile(self.model.loss, dynamic=False) if self.is_compiled else self.model.loss
         self.reset()
 
     def reset(self) -> None:
@@ -126,4 +128,15 @@ def resolve_precision(dtype: Dtype, device: torch.device) -> Precision:
         if dtype == "bf16" and not native:
             raise ConfigError(f"dtype='bf16': {torch.cuda.get_device_name(device)} has no native bf16, use f32")
         return "f32" if dtype == "f32" or not native else "bf16"
-    return "bf16" if dtype == "bf16" else "f32"
+    # Nano preset, one Zen 4 core: 0.73 s of CPU time per 4,096 tokens in bf16, 1.06 s in f32, and on a GPU the same
+    # validation loss after 900,000 tokens within the noise of a seed (3.935 and 3.927). Emulated, bf16 is slower.
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    native = bool(capabilities.get("avx512_bf16"))
+    return "bf16" if dtype == "bf16" or (dtype == "auto" and native) else "f32"
+
+
+def resolve_compile(compile: Compile, device: torch.device) -> bool:
+    """What a config's `compile` means on a device. Nano gains 4 % on a CPU; 30m runs 2.2 times as fast on an H200."""
+    if compile == "auto":
+        return device.type == "cuda" and any(map(shutil.which, ("cc", "gcc", "clang")))
+    return compile
