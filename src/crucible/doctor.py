@@ -34,11 +34,11 @@ MIN_CUDA_OF_GENERATION = {10: (12, 8), 12: (12, 8)}
 """First CUDA release that compiles natively for a compute capability's major number, where that is recent."""
 
 EXTRAS = {
-    "train": "crucible train, export and sweep",
+    "train": "crucible train, export and demo",
     "data": "crucible prepare from the Hugging Face hub, .parquet and .zst",
-    "cpu": "the fast CPU backend",
-    "cuda": "the CUDA backend",
-    "demo": "the model name smollm2",
+    "cpu": "the fast CPU backend that is to come",
+    "cuda": "the CUDA backend that is to come",
+    "demo": "a small instruct model, to be loaded in time to come",
     "dev": "make test and make check",
 }
 """What each extra of pyproject.toml is for."""
@@ -128,7 +128,11 @@ def check_python(probe: Probe) -> list[Check]:
 
 def check_packages(probe: Probe) -> list[Check]:
     """What crucible requires, then each extra: installed versions against the ranges of its metadata."""
-    requirements = [Requirement(text) for text in importlib.metadata.requires("crucible") or []]
+    try:
+        requirements = [Requirement(text) for text in importlib.metadata.requires("crucible") or []]
+    except importlib.metadata.PackageNotFoundError:
+        detail = f"{__version__} from sources that are not installed, so no version is checked"
+        return [Check("crucible", "warn", detail, "pip install --editable . in the checkout")]
     found, problems = _installed(requirements, extra="")
     checks = [
         Check("crucible", "fail", "; ".join(problems), "pip install --editable . in the checkout")
@@ -358,8 +362,7 @@ def check_nvrtc(probe: Probe) -> list[Check]:
     path = find_nvrtc()
     gpus = [gpu for gpu in probe.machine.gpus if gpu.compute_capability is not None]
     if path is None:
-        status: Status = "warn" if gpus else "info"
-        return [Check("NVRTC", status, "not installed", f"{_install('cuda')}, for the CUDA backend")]
+        return [Check("NVRTC", "info", "not installed", f"{_install('cuda')}, for {EXTRAS['cuda']}")] if gpus else []
     version, archs = query_nvrtc(path)
     checks = [Check("NVRTC", "ok", f"CUDA {_dotted(version)}, sm_{archs[0]} to sm_{archs[-1]}, {path}")]
     for gpu in gpus:
