@@ -47,7 +47,7 @@ def main() -> None:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             raise
-        print(f"crucible: {error.name} is not installed; pip install 'crucible[{extra}]'", file=sys.stderr)
+        print(f"crucible: {error.name} is not installed; pip install '.[{extra}]' in the checkout", file=sys.stderr)
         sys.exit(1)
 
 

@@ -17,9 +17,9 @@ from crucible.config import PRESETS
 from crucible.data.prepare import prepare
 from crucible.data.progress import progress_bar
 from crucible.data.shards import Shard, list_shards
-from crucible.engine.artifact import ArtifactError, read_json
+from crucible.engine.artifact import PROVENANCE_NAME, ArtifactError, read_json
 from crucible.engine.request import SamplingParams
-from crucible.export.artifact import PROVENANCE_NAME, export_checkpoint, verify_engine
+from crucible.export.artifact import export_checkpoint, verify_engine
 from crucible.llm import LLM
 from crucible.train import checkpoint
 from crucible.train.config import TrainConfig, recipe

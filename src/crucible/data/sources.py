@@ -330,7 +330,7 @@ def _require(module: str, what: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError:
         raise DataError(
-            f"{what}: reading it needs the package {module.partition('.')[0]}: pip install 'crucible[data]'"
+            f"{what}: reading it needs the package {module.partition('.')[0]}: pip install '.[data]' in the checkout"
         ) from None
 
 
