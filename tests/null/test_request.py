@@ -155,9 +155,11 @@ def test_end_ids_join_the_models_and_the_requests() -> None:
         full.end_ids([99])
 
 
-def test_ignore_eos_is_a_truth_value() -> None:
-    with pytest.raises(RequestError, match="ignore_eos must be true or false, not 1"):
-        SamplingParams(ignore_eos=1)  # type: ignore[arg-type]
+@pytest.mark.parametrize("field", ["ignore_eos", "prompt_logprobs"])
+@pytest.mark.parametrize("value", [1, "true", None])
+def test_truth_values_are_nothing_else(field: str, value: object) -> None:
+    with pytest.raises(RequestError, match=f"{field} must be true or false, not {value!r}"):
+        make(**{field: value})
 
 
 def test_min_tokens_is_at_most_max_tokens() -> None:
@@ -203,6 +205,6 @@ def test_the_page_lists_every_field_with_its_default() -> None:
     written = {name.strip(" `"): row[2].strip() for row in rows for name in row[1].split(",")}
     assert written.keys() == {field.name for field in dataclasses.fields(SamplingParams)}
     defaults = SamplingParams()
-    empty = {"stop_token_ids": "none", "logit_bias": "none", "ignore_eos": "false", "logprobs": "not given"}
+    empty = {"stop_token_ids": "none", "logit_bias": "none", "ignore_eos": "false", "prompt_logprobs": "false", "logprobs": "not given"}
     for name, text in written.items():
         assert text == empty.get(name) or float(text) == getattr(defaults, name), name

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Final, Literal
 
 from crucible.config import MAX_VOCAB_SIZE
@@ -54,6 +55,7 @@ class SamplingParams:
         presence_penalty: subtracted from the logit of each token that occurs in the output.
         logit_bias: added to the logits of single token ids, before the penalties.
         logprobs: None for none; otherwise how many of the likeliest tokens to report beside the drawn one.
+        prompt_logprobs: report the log-probability of each token of the prompt but the first.
 
     Raises:
         RequestError: a value is of another type, not finite or out of range; or two fields contradict each other.
@@ -74,6 +76,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0, math.inf)
@@ -84,8 +87,9 @@ class SamplingParams:
         _check_integer("n", self.n, 1, MAX_CHOICES)
         _check_integer("max_tokens", self.max_tokens, 1, _MAX_COUNT)
         _check_integer("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be true or false, not {_shown(self.ignore_eos)}")
+        for name in ("ignore_eos", "prompt_logprobs"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, not {_shown(getattr(self, name))}")
         # The sampler rounds these four to float32, so their ranges also keep that free of zeros and infinities.
         _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
         _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
@@ -155,6 +159,31 @@ class SamplingParams:
     def counts_tokens(self) -> bool:
         """Whether drawing needs to know which tokens occurred, and how often."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+
+def checked_prompt(prompt_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """The ids of a prompt as plain integers, after the check that a model of this vocabulary has them.
+
+    Raises:
+        RequestError: there are none, or one is no integer from 0 to vocab_size - 1.
+    """
+    if len(prompt_ids) == 0:
+        raise RequestError("the prompt is empty; at least one token is needed")
+    for token_id in prompt_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+            raise RequestError(f"a prompt is integer token ids; this one has {_shown(token_id)}")
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(f"the prompt has token id {_shown(token_id)}; the model's are 0 to {vocab_size - 1}")
+    return tuple(map(int, prompt_ids))
+
+
+def checked_limit(num_prompt: int, max_tokens: int, context: int) -> int:
+    """Tokens of prompt and output together. Raises RequestError, naming all three numbers, if they pass the context."""
+    if num_prompt + max_tokens > context:
+        raise RequestError(
+            f"the prompt's {num_prompt} tokens and max_tokens={max_tokens} do not fit the context of {context}"
+        )
+    return num_prompt + max_tokens
 
 
 def _check_integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> None:

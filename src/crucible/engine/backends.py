@@ -1,0 +1,71 @@
+"""Backends by name; each is imported when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Final, Literal, get_args
+
+from crucible.config import ModelConfig
+from crucible.engine.backend import Backend
+from crucible.engine.quant import Weight, WeightFormat, convert, dense
+from crucible.engine.request import RequestError
+from crucible.errors import CrucibleError
+
+BackendName = Literal["reference", "cpu"]
+BACKENDS: Final[tuple[BackendName, ...]] = get_args(BackendName)
+
+
+def resolve_backend(name: str) -> BackendName:
+    """The backend that a name stands for; "auto" is the fastest one whose packages are installed.
+
+    Raises:
+        RequestError: there is no such backend.
+        CrucibleError: it needs a package that is not installed; the message names the extra.
+    """
+    has_numba = find_spec("numba") is not None
+    if name == "auto":
+        return "cpu" if has_numba else "reference"
+    if name not in BACKENDS:
+        raise RequestError(f"backend must be one of auto, {', '.join(BACKENDS)}, not {name!r}")
+    if name == "cpu" and not has_numba:
+        raise CrucibleError(
+            "backend 'cpu' needs numba, which is not installed: pip install '.[cpu]' in the checkout, "
+            "or take backend 'reference'"
+        )
+    return name
+
+
+def make_backend(
+    name: str,
+    config: ModelConfig,
+    weights: Mapping[str, Weight],
+    *,
+    weight_format: WeightFormat = "f32",
+    num_slots: int = 1,
+    num_pages: int | None = None,
+) -> Backend:
+    """A backend that holds a model.
+
+    Args:
+        name: "reference" is the float64 oracle in numpy, slow; "cpu" the fast one; "auto" as `resolve_backend`.
+        config: the architecture.
+        weights: the tensors of `config.tensor_shapes()` by name.
+        weight_format: what matrices are held in. The reference computes with the numbers that the format stands for.
+        num_slots: requests that can be open at once.
+        num_pages: pages of 16 positions that they share; by default every slot can reach the context.
+
+    Raises:
+        RequestError, CrucibleError: as `resolve_backend`; a tensor is missing, unknown or of another shape.
+    """
+    name = resolve_backend(name)
+    if name == "cpu":
+        from crucible.engine.cpu import CpuBackend
+
+        return CpuBackend(config, weights, weight_format=weight_format, num_slots=num_slots, num_pages=num_pages)
+    from crucible.engine.reference import ReferenceBackend
+
+    held = convert(config, weights, weight_format)
+    return ReferenceBackend(
+        config, {key: dense(weight) for key, weight in held.items()}, num_slots=num_slots, num_pages=num_pages
+    )
