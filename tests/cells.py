@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from crucible.config import AXES, ModelConfig
+from crucible.config import AXES, ModelConfig, RopeScaling
 
 TOY: dict[str, Any] = {
     "vocab_size": 67,
@@ -35,6 +35,22 @@ def axis_cells() -> list[Any]:
             if value != control[axis]:
                 cells.append(pytest.param(toy(**{axis: value}), id=f"{axis}={value}"))
     return cells
+
+
+LINEAR = RopeScaling(kind="linear", factor=4.0)
+LLAMA3 = RopeScaling(
+    kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+)
+"""With rope_theta=500 the toy's frequencies are of all three sorts: kept, divided and in between."""
+
+
+def foreign_cells() -> list[Any]:
+    """What only models of others have, each alone and then all of it, as pytest parameters."""
+    given: list[dict[str, Any]] = [{"qkv_bias": True}, {"o_bias": True}, {"qk_norm": True}]
+    given += [{"rope_scaling": scaling, "rope_theta": 500.0} for scaling in (LINEAR, LLAMA3)]
+    every = {key: value for one in given for key, value in one.items()}
+    named = [("qkv_bias", given[0]), ("o_bias", given[1]), ("qk_norm", given[2]), ("linear", given[3])]
+    return [pytest.param(toy(**one), id=name) for name, one in [*named, ("llama3", given[4]), ("every", every)]]
 
 
 def all_cells() -> list[Any]:

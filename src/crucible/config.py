@@ -1,4 +1,4 @@
-"""What a model is: its sizes and the five architecture axes.
+"""What a model is: its sizes, the five architecture axes, and what the models of others add to them.
 
 Standard library only, so that every part of the project can import it: training, export, the engine and the server.
 Field names are those of Hugging Face's Llama configuration; the axes are the project's own.
@@ -22,6 +22,7 @@ PosEncoding = Literal["rope", "alibi", "learned", "none"]
 Activation = Literal["swiglu", "gelu"]
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post"]
+RopeScalingKind = Literal["linear", "llama3"]
 
 AXES: Final[Mapping[str, tuple[str, ...]]] = {
     "attention": get_args(Attention),
@@ -44,15 +45,55 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RopeScaling:
+    """RoPE frequencies stretched for contexts longer than the model was first trained on.
+
+    "linear" divides every frequency by `factor` (Chen et al. 2023, section 3.2). "llama3" divides those whose
+    wavelength is over original_max_position_embeddings / low_freq_factor, keeps those under
+    original_max_position_embeddings / high_freq_factor, and interpolates in between (Llama 3.1). The last three
+    fields belong to "llama3" and are None for "linear".
+
+    Raises:
+        ConfigError: there is no such kind, a field of it is missing or one of the other is given, or a value is not
+            a positive number.
+    """
+
+    kind: RopeScalingKind
+    factor: float
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(RopeScalingKind):
+            raise ConfigError(
+                f"rope_scaling.kind must be one of {', '.join(get_args(RopeScalingKind))}, not {self.kind!r}"
+            )
+        _check_number("rope_scaling.factor", self.factor)
+        if self.kind == "linear":
+            if (self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings) != (None,) * 3:
+                raise ConfigError("rope_scaling of kind linear has a factor alone; the other fields are llama3's")
+            return
+        low = _check_number("rope_scaling.low_freq_factor", self.low_freq_factor)
+        high = _check_number("rope_scaling.high_freq_factor", self.high_freq_factor)
+        _check_size("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings)
+        if not low < high:
+            raise ConfigError(f"rope_scaling.low_freq_factor={low} must be below high_freq_factor={high}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """One decoder-only transformer. Frozen, checked once here, refuses what it does not know.
 
     `norm_placement="pre"` normalises the input of each sublayer and the final residual stream;
     `"post"` normalises after each residual addition (Vaswani et al. 2017) and has no final norm.
-    No linear layer has a bias. GELU is the tanh form that GPT-2 uses.
+    GELU is the tanh form that GPT-2 uses. The last four fields are found in models of others and not trained here:
+    biases of the query, key and value projections and of the output projection, a norm of each query and key head
+    (RMSNorm over K before RoPE, whatever `norm` is), and a scaling of RoPE's frequencies. No other layer has a bias.
 
     Raises:
-        ConfigError: a size is not positive, heads do not divide, or an axis contradicts the head counts.
+        ConfigError: a size is not positive, heads do not divide, an axis contradicts the head counts, or
+            rope_scaling is given without rope.
     """
 
     vocab_size: int
@@ -71,6 +112,10 @@ class ModelConfig:
     tie_word_embeddings: bool = True
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -79,14 +124,18 @@ class ModelConfig:
                 _check_size(field.name, value)
             if field.type == "bool" and not isinstance(value, bool):
                 raise ConfigError(f"{field.name} must be true or false, not {value!r}")
-            if field.type == "float" and not _is_positive_number(value):
-                raise ConfigError(f"{field.name} must be a positive finite number, not {value!r}")
+            if field.type == "float":
+                _check_number(field.name, value)
         for axis in AXES:
             _check_axis(axis, getattr(self, axis))
         if self.vocab_size > MAX_VOCAB_SIZE:
             raise ConfigError(f"vocab_size must be at most {MAX_VOCAB_SIZE}, not {self.vocab_size}")
         if self.pos_encoding == "rope" and self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rope, not {self.head_dim}")
+        if not isinstance(self.rope_scaling, (RopeScaling, type(None))):
+            raise ConfigError(f"rope_scaling must be a RopeScaling or None, not {self.rope_scaling!r}")
+        if self.rope_scaling is not None and self.pos_encoding != "rope":
+            raise ConfigError(f"rope_scaling needs pos_encoding='rope', not {self.pos_encoding!r}")
         self._check_heads()
 
     def _check_heads(self) -> None:
@@ -169,11 +218,20 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """The inverse of `to_dict`. Raises ConfigError naming every missing or unknown key."""
-        missing = [f.name for f in dataclasses.fields(cls) if f.name not in values]
+        """The inverse of `to_dict`. Raises ConfigError naming every missing or unknown key.
+
+        The fields that no trained model has may be missing: files written before there were such fields lack them.
+        """
+        missing = [f.name for f in dataclasses.fields(cls) if f.name not in values and f.name not in UNTRAINED_FIELDS]
         if missing:
             raise ConfigError(f"missing key{'s' * (len(missing) > 1)}: {', '.join(missing)}")
-        return cls(**_known(values, cls))
+        values = _known(values, cls)
+        scaling = values.get("rope_scaling")
+        if isinstance(scaling, Mapping):
+            if not {"kind", "factor"} <= scaling.keys():
+                raise ConfigError("rope_scaling must have the keys kind and factor")
+            values["rope_scaling"] = RopeScaling(**_known(scaling, RopeScaling))
+        return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by name, ready for JSON."""
@@ -189,12 +247,13 @@ class ModelConfig:
     @property
     def is_llama(self) -> bool:
         """Whether the computation is a plain Llama's, so that `transformers` can load the artifact as one."""
-        return (self.pos_encoding, self.activation, self.norm, self.norm_placement) == (
-            "rope",
-            "swiglu",
-            "rmsnorm",
-            "pre",
-        )
+        return self.has_llama_axes and self.qkv_bias == self.o_bias and not self.qk_norm
+
+    @property
+    def has_llama_axes(self) -> bool:
+        """Whether the axes are those of Llama and its relatives: RoPE, SwiGLU, RMSNorm, norms before the sublayers."""
+        axes = (self.pos_encoding, self.activation, self.norm, self.norm_placement)
+        return axes == ("rope", "swiglu", "rmsnorm", "pre")
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of an artifact, in file order; Hugging Face Llama names.
@@ -210,12 +269,12 @@ class ModelConfig:
             at = f"model.layers.{layer}."
             attention_norm, mlp_norm = self.norm_names
             shapes |= self._norm_shapes(at + attention_norm)
-            shapes |= {
-                at + "self_attn.q_proj.weight": (q, d),
-                at + "self_attn.k_proj.weight": (kv, d),
-                at + "self_attn.v_proj.weight": (kv, d),
-                at + "self_attn.o_proj.weight": (d, q),
-            }
+            shapes |= _linear_shapes(at + "self_attn.q_proj", (q, d), self.qkv_bias)
+            shapes |= _linear_shapes(at + "self_attn.k_proj", (kv, d), self.qkv_bias)
+            shapes |= _linear_shapes(at + "self_attn.v_proj", (kv, d), self.qkv_bias)
+            shapes |= _linear_shapes(at + "self_attn.o_proj", (d, q), self.o_bias)
+            if self.qk_norm:
+                shapes |= {at + f"self_attn.{x}_norm.weight": (self.head_dim,) for x in "qk"}
             shapes |= self._norm_shapes(at + mlp_norm)
             if self.activation == "swiglu":
                 shapes[at + "mlp.gate_proj.weight"] = (f, d)
@@ -264,8 +323,12 @@ class ModelConfig:
     def _num_norm(self) -> int:
         return self.hidden_size * (2 if self.norm == "layernorm" else 1)
 
+    def _num_attention_vectors(self) -> int:
+        qkv = (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+        return self.qkv_bias * qkv + self.o_bias * self.hidden_size + self.qk_norm * 2 * self.head_dim
+
     def _num_per_layer(self) -> int:
-        return self._num_matmul_per_layer() + 2 * self._num_norm()
+        return self._num_matmul_per_layer() + self._num_attention_vectors() + 2 * self._num_norm()
 
     def _num_final_norm(self) -> int:
         return self._num_norm() if self.norm_placement == "pre" else 0
@@ -283,6 +346,10 @@ class ModelConfig:
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
         """Bytes of key/value cache that one position takes over all layers."""
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * bytes_per_element
+
+
+UNTRAINED_FIELDS: Final = ("qkv_bias", "o_bias", "qk_norm", "rope_scaling")
+"""Fields that only models of others have; their defaults are what every model trained here is."""
 
 
 def attention_kind(num_attention_heads: int, num_key_value_heads: int) -> Attention:
@@ -332,14 +399,20 @@ def _check_size(name: str, value: Any) -> None:
         raise ConfigError(f"{name} must be a positive integer, not {value!r}")
 
 
+def _check_number(name: str, value: Any) -> float:
+    # Bounded by comparison, because an integer may be too large for math.isfinite.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
+        raise ConfigError(f"{name} must be a positive finite number, not {value!r}")
+    return value
+
+
 def _check_axis(axis: str, value: Any) -> None:
     if value not in AXES[axis]:
         raise ConfigError(f"{axis} must be one of {', '.join(AXES[axis])}, not {value!r}")
 
 
-def _is_positive_number(value: Any) -> bool:
-    # Bounded by comparison, because an integer may be too large for math.isfinite.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+def _linear_shapes(name: str, shape: tuple[int, int], bias: bool) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": shape} | ({f"{name}.bias": shape[:1]} if bias else {})
 
 
 def _known(values: Mapping[str, Any], cls: type) -> dict[str, Any]:

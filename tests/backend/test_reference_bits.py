@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cells import axis_cells, toy
+from cells import axis_cells, foreign_cells, toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_weights import toy_weights
@@ -92,7 +92,7 @@ LARGER = toy(
 )
 """Rows long enough that BLAS, and numpy's pairwise sums, take other paths than at toy size."""
 
-CONFIGS = [*axis_cells(), pytest.param(LARGER, id="larger")]
+CONFIGS = [*axis_cells(), *foreign_cells(), pytest.param(LARGER, id="larger")]
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cells import toy
 
 from crucible.engine.reference import ops
 from crucible.engine.reference.attention import CHUNK, attend, attend_chunk
-from crucible.engine.reference.positions import alibi_slopes, rope_table, rotate
+from crucible.engine.reference.positions import alibi_slopes, rotate
+from crucible.engine.rope import rope_table
 
 VECTORS = Path(__file__).parents[1] / "golden" / "arithmetic"
 EPS = 2.0**-53
@@ -103,7 +105,7 @@ def test_activations_at_the_ends_of_the_range() -> None:
 
 @pytest.mark.parametrize("case", load("rope.json"), ids=lambda case: f"{case['theta']}-{case['head_dim']}")
 def test_rope_table_holds_the_exact_f32_numbers(case: dict[str, Any]) -> None:
-    cos, sin = rope_table(max(case["positions"]) + 1, case["head_dim"], case["theta"])
+    cos, sin = rope_table(toy(head_dim=case["head_dim"], rope_theta=case["theta"]), max(case["positions"]) + 1)
     chosen = np.ix_(case["positions"], case["pairs"])
     np.testing.assert_array_equal(cos[chosen], floats(case["cos_f32"]))
     np.testing.assert_array_equal(sin[chosen], floats(case["sin_f32"]))

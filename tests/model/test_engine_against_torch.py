@@ -23,7 +23,8 @@ from crucible.config import ModelConfig
 from crucible.engine.reference import ReferenceBackend, decoder, ops
 from crucible.engine.reference.attention import Partial
 from crucible.engine.reference.cache import PagedCache
-from crucible.engine.reference.positions import alibi_slopes, rope_table
+from crucible.engine.reference.positions import alibi_slopes
+from crucible.engine.rope import rope_table
 from crucible.engine.runner import logits
 from crucible.model.transformer import Transformer
 
@@ -134,7 +135,7 @@ def test_both_hold_the_same_rope_table(head_dim: int, theta: float) -> None:
     model = Transformer(toy(head_dim=head_dim, rope_theta=theta, max_position_embeddings=2048))
     ones_and_zeros = (torch.arange(head_dim) < head_dim // 2).float()
     cos_sin = model.embed_positions.rotate(ones_and_zeros.expand(1, 2048, 1, head_dim))[0, :, 0].numpy()
-    found = np.concatenate(rope_table(2048, head_dim, theta), axis=1)
+    found = np.concatenate(rope_table(model.config), axis=1)
     np.testing.assert_array_max_ulp(found, cos_sin, maxulp=1)
     assert np.mean(found != cos_sin) < 1e-4
 
@@ -245,7 +246,9 @@ def without_own_position(attend: Callable[..., F64]) -> Callable[..., F64]:
     [
         pytest.param({}, decoder, "rotate", interleaved_rotate, id="interleaved RoPE pairs"),
         pytest.param({}, decoder, "rotate", lambda x, cos, sin: x, id="no RoPE"),
-        pytest.param({}, decoder, "rope_table", lambda t, k, theta: rope_table(t, k, theta / 2), id="RoPE base"),
+        pytest.param(
+            {}, decoder, "rope_table", lambda config: rope_table(config.vary(rope_theta=5_000.0)), id="RoPE base"
+        ),
         pytest.param({}, decoder, "attend", without_own_position(decoder.attend), id="strictly causal"),
         pytest.param({}, Partial, "merge", lambda self, later: later, id="last chunk only"),
         pytest.param({}, ops, "silu", ops.gelu, id="gelu for silu"),

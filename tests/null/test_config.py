@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 import pytest
-from cells import all_cells, toy
+from cells import LINEAR, LLAMA3, all_cells, toy
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +17,7 @@ from crucible.config import (
     AXES,
     MAX_VOCAB_SIZE,
     PRESETS,
+    UNTRAINED_FIELDS,
     ConfigError,
     ModelConfig,
     attention_kind,
@@ -24,6 +25,9 @@ from crucible.config import (
     default_kv_heads,
     preset,
 )
+
+FOREIGN = [{"qkv_bias": True}, {"o_bias": True}, {"qk_norm": True}, {"rope_scaling": LINEAR}, {"rope_scaling": LLAMA3}]
+"""Each of the fields that only models of others have."""
 
 # ---- counts, by hand from the toy sizes: V 67, T 96, D 24, F 40, 2 layers, H 4, K 8 ---------------------------------
 
@@ -47,6 +51,10 @@ EMBED, POSITIONS, NORM = 67 * 24, 96 * 24, 24
         ({"norm_placement": "post"}, QO + 2 * KV_PER_HEAD + SWIGLU + 2 * NORM, 0, EMBED),
         ({"norm": "layernorm", "norm_placement": "post"}, QO + 2 * KV_PER_HEAD + SWIGLU + 4 * NORM, 0, EMBED),
         ({"tie_word_embeddings": False}, QO + 2 * KV_PER_HEAD + SWIGLU + 2 * NORM, NORM, 2 * EMBED),
+        ({"qkv_bias": True}, QO + 2 * KV_PER_HEAD + SWIGLU + 2 * NORM + 32 + 2 * 16, NORM, EMBED),
+        ({"o_bias": True}, QO + 2 * KV_PER_HEAD + SWIGLU + 2 * NORM + 24, NORM, EMBED),
+        ({"qk_norm": True}, QO + 2 * KV_PER_HEAD + SWIGLU + 2 * NORM + 2 * 8, NORM, EMBED),
+        ({"rope_scaling": LINEAR}, QO + 2 * KV_PER_HEAD + SWIGLU + 2 * NORM, NORM, EMBED),
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
@@ -319,14 +327,27 @@ def test_round_trip_through_json(config: ModelConfig) -> None:
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
+@pytest.mark.parametrize("changes", FOREIGN, ids=str)
+def test_round_trip_of_what_models_of_others_have(changes: dict[str, Any]) -> None:
+    config = toy(**changes)
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config != toy()
+    assert len({config, toy(**changes)}) == 1
+
+
+def test_files_from_before_the_fields_of_others_read_as_having_none() -> None:
+    values = {name: value for name, value in toy().to_dict().items() if name not in UNTRAINED_FIELDS}
+    assert ModelConfig.from_dict(values) == toy()
+    assert {f.name for f in dataclasses.fields(ModelConfig)} - values.keys() == set(UNTRAINED_FIELDS)
+
+
 def test_from_dict_names_every_missing_and_unknown_key() -> None:
     values = toy().to_dict()
-    for name in values:
+    for name in values.keys() - set(UNTRAINED_FIELDS):
         with pytest.raises(ConfigError, match=f"^missing key: {name}$"):
             ModelConfig.from_dict({key: value for key, value in values.items() if key != name})
     with pytest.raises(ConfigError, match=r"^missing keys: vocab_size, norm_eps$"):
         ModelConfig.from_dict({k: v for k, v in values.items() if k not in ("vocab_size", "norm_eps")})
-    with pytest.raises(ConfigError, match=r"^unknown key dropout; allowed: vocab_size, .*, norm_eps$"):
+    with pytest.raises(ConfigError, match=r"^unknown key dropout; allowed: vocab_size, .*, rope_scaling$"):
         ModelConfig.from_dict({**values, "dropout": 0.1})
     with pytest.raises(ConfigError, match=r"^unknown keys dropout, bias; allowed: "):
         ModelConfig.from_dict({**values, "dropout": 0.1, "bias": True})
@@ -344,12 +365,14 @@ def test_config_is_frozen_and_hashable() -> None:
 FIELDS = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
 SIZES = [name for name, kind in FIELDS.items() if kind == "int"]
 NUMBERS = [name for name, kind in FIELDS.items() if kind == "float"]
+FLAGS = [name for name, kind in FIELDS.items() if kind == "bool"]
 NOT_SIZES = [0, -1, 2.0, "4", None, True, [4]]
 NOT_NUMBERS = [0, 0.0, -1.0, float("nan"), float("inf"), 10**400, "1", None, True]
 
 
 def test_every_field_is_of_a_kind_that_is_checked() -> None:
-    assert {*SIZES, *NUMBERS, *AXES, "tie_word_embeddings"} == set(FIELDS)
+    assert FLAGS == ["tie_word_embeddings", "qkv_bias", "o_bias", "qk_norm"]
+    assert {*SIZES, *NUMBERS, *AXES, *FLAGS, "rope_scaling"} == set(FIELDS)
 
 
 def refuses(message: str, **changes: Any) -> None:
@@ -374,9 +397,52 @@ def test_numbers_are_positive_and_finite(name: str, value: Any) -> None:
     refuses(f"{name} must be a positive finite number, not {value!r}", **{name: value})
 
 
-@pytest.mark.parametrize("value", [0, 1, "true", None])
-def test_tie_word_embeddings_is_a_bool(value: Any) -> None:
-    refuses(re.escape(f"tie_word_embeddings must be true or false, not {value!r}"), tie_word_embeddings=value)
+@pytest.mark.parametrize(("name", "value"), list(itertools.product(FLAGS, [0, 1, "true", None])), ids=str)
+def test_flags_are_bools(name: str, value: Any) -> None:
+    refuses(re.escape(f"{name} must be true or false, not {value!r}"), **{name: value})
+
+
+LLAMA3_FIELDS = dataclasses.asdict(LLAMA3)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "yarn", "factor": 2.0}, "rope_scaling.kind must be one of linear, llama3, not 'yarn'"),
+        ({"kind": "linear", "factor": 0.0}, "rope_scaling.factor must be a positive finite number, not 0.0"),
+        ({"kind": "linear", "factor": "2"}, "rope_scaling.factor must be a positive finite number, not '2'"),
+        ({"kind": "linear", "factor": 2.0, "low_freq_factor": 1.0}, "rope_scaling of kind linear has a factor alone"),
+        ({"kind": "linear"}, "rope_scaling must have the keys kind and factor"),
+        ({"kind": "linear", "factor": 2.0, "beta": 1}, "unknown key beta; allowed: kind, factor, low_freq_factor"),
+        (LLAMA3_FIELDS | {"high_freq_factor": None}, "rope_scaling.high_freq_factor must be a positive finite number"),
+        (
+            LLAMA3_FIELDS | {"low_freq_factor": float("nan")},
+            "rope_scaling.low_freq_factor must be a positive finite number",
+        ),
+        (
+            LLAMA3_FIELDS | {"low_freq_factor": 4.0},
+            "rope_scaling.low_freq_factor=4.0 must be below high_freq_factor=4.0",
+        ),
+        (
+            LLAMA3_FIELDS | {"original_max_position_embeddings": 32.0},
+            "original_max_position_embeddings must be a positive int",
+        ),
+        (2.0, "rope_scaling must be a RopeScaling or None, not 2.0"),
+    ],
+    ids=str,
+)
+def test_a_scaling_we_cannot_compute_is_refused(values: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        ModelConfig.from_dict({**toy().to_dict(), "rope_scaling": values})
+
+
+@pytest.mark.parametrize("pos_encoding", ["alibi", "learned", "none"])
+def test_scaling_needs_rope(pos_encoding: str) -> None:
+    refuses(
+        f"rope_scaling needs pos_encoding='rope', not '{pos_encoding}'",
+        rope_scaling=LINEAR,
+        pos_encoding=pos_encoding,
+    )
 
 
 @pytest.mark.parametrize(("axis", "value"), list(itertools.product(AXES, ["relu", "", None, 1, ["mha"]])), ids=str)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
-from crucible.config import ModelConfig, NormPlacement
+from crucible.config import UNTRAINED_FIELDS, ConfigError, ModelConfig, NormPlacement
 from crucible.model.attention import Attention, AttentionPath
 from crucible.model.linear import Linear
 from crucible.model.mlp import make_mlp
@@ -63,10 +63,15 @@ class Transformer(nn.Module):
 
     The names of `state_dict()` are those of `config.tensor_shapes()` without the leading "model."; position tables are
     not part of it. Weights start as `init_weights(0)` leaves them.
+
+    Raises:
+        ConfigError: the config has one of `UNTRAINED_FIELDS`.
     """
 
     def __init__(self, config: ModelConfig, *, attention_path: AttentionPath = "fused") -> None:
         super().__init__()
+        if given := [name for name in UNTRAINED_FIELDS if getattr(config, name)]:
+            raise ConfigError(f"models with {', '.join(given)} run in the engine but cannot be trained")
         self.config = config
         self.embed_tokens = nn.Embedding(
             config.vocab_size, config.hidden_size, _weight=torch.empty(config.vocab_size, config.hidden_size)

@@ -13,7 +13,8 @@ from crucible.engine.reference import ops
 from crucible.engine.reference.attention import attend
 from crucible.engine.reference.cache import PagedCache, Pages
 from crucible.engine.reference.ops import F32, F64
-from crucible.engine.reference.positions import alibi_slopes, rope_table, rotate
+from crucible.engine.reference.positions import alibi_slopes, rotate
+from crucible.engine.rope import rope_table
 from crucible.errors import CrucibleError
 
 
@@ -65,10 +66,10 @@ class Decoder:
         }
         head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         self._head_DV = ops.transposed(weights[head])
-        self._norms = {name: weights[name].astype(np.float64) for name, shape in shapes.items() if len(shape) == 1}
+        self._vectors = {name: weights[name].astype(np.float64) for name, shape in shapes.items() if len(shape) == 1}
         self._rope: tuple[F64, F64] | None = None
         if config.pos_encoding == "rope":
-            cos, sin = rope_table(config.max_position_embeddings, config.head_dim, config.rope_theta)
+            cos, sin = rope_table(config)
             self._rope = cos.astype(np.float64), sin.astype(np.float64)
         self._slopes_H = alibi_slopes(config.num_attention_heads) if config.pos_encoding == "alibi" else None
 
@@ -99,19 +100,28 @@ class Decoder:
         return self._norm(mlp_norm, x_MD + self._mlp(layer, x_MD))
 
     def _norm(self, name: str, x_MD: F64) -> F64:
-        weight_D = self._norms[f"{name}.weight"]
+        weight_D = self._vectors[f"{name}.weight"]
         if self.config.norm == "rmsnorm":
             return ops.rms_norm(x_MD, weight_D, self.config.norm_eps)
-        return ops.layer_norm(x_MD, weight_D, self._norms[f"{name}.bias"], self.config.norm_eps)
+        return ops.layer_norm(x_MD, weight_D, self._vectors[f"{name}.bias"], self.config.norm_eps)
 
     def _linear(self, layer: int, name: str, x_MK: F64) -> F64:
-        return ops.linear(x_MK, self._linears[f"model.layers.{layer}.{name}"])
+        name = f"model.layers.{layer}.{name}"
+        y_MN = ops.linear(x_MK, self._linears[name])
+        bias_N = self._vectors.get(f"{name}.bias")
+        return y_MN if bias_N is None else y_MN + bias_N
+
+    def _head_norm(self, layer: int, name: str, x_MHK: F64) -> F64:
+        weight_K = self._vectors[f"model.layers.{layer}.self_attn.{name}.weight"]
+        return ops.rms_norm(x_MHK, weight_K, self.config.norm_eps)
 
     def _attention(self, layer: int, x_MD: F64, rows: _Rows) -> F64:
         num_rows, head_dim = len(x_MD), self.config.head_dim
         q_MHK = self._linear(layer, "self_attn.q_proj", x_MD).reshape(num_rows, -1, head_dim)
         k_MGK = self._linear(layer, "self_attn.k_proj", x_MD).reshape(num_rows, -1, head_dim)
         v_MGK = self._linear(layer, "self_attn.v_proj", x_MD).reshape(num_rows, -1, head_dim)
+        if self.config.qk_norm:
+            q_MHK, k_MGK = self._head_norm(layer, "q_norm", q_MHK), self._head_norm(layer, "k_norm", k_MGK)
         if self._rope is not None:
             cos_MK, sin_MK = (table[rows.positions] for table in self._rope)
             q_MHK, k_MGK = rotate(q_MHK, cos_MK, sin_MK), rotate(k_MGK, cos_MK, sin_MK)

@@ -1,6 +1,6 @@
-"""What tells attention where a token stands: the RoPE table and rotation, the ALiBi slopes.
+"""What tells attention where a token stands: the RoPE rotation, whose table is `engine/rope.py`'s, and ALiBi's slopes.
 
-Tables are computed in float64 and rounded once to float32, so that every backend holds the same numbers.
+Slopes are computed in float64 and rounded once to float32, so that every backend holds the same numbers.
 """
 
 from __future__ import annotations
@@ -8,14 +8,6 @@ from __future__ import annotations
 import numpy as np
 
 from crucible.engine.reference.ops import F32, F64
-
-
-def rope_table(num_positions: int, head_dim: int, theta: float) -> tuple[F32, F32]:
-    """cos and sin, each f32 [positions, head_dim / 2], of the angles p * theta^(-2i / head_dim) (Su et al. 2021)."""
-    pair = np.arange(head_dim // 2, dtype=np.float64)
-    frequency = theta ** (-2 * pair / head_dim)
-    angle = np.outer(np.arange(num_positions, dtype=np.float64), frequency)
-    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
 
 
 def rotate(x_MHK: F64, cos: F64, sin: F64) -> F64:
