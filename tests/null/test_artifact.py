@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "unknown key": (changed(sliding_window=4096), "unknown key: 'sliding_window'"),
     "unknown keys": (changed(b=1, a=2), "unknown keys: 'a', 'b'"),
     "an axis in a Llama": (changed(pos_encoding="rope"), "unknown key: 'pos_encoding'"),
-    "quantised": (changed(quantization_config={"bits": 4}), "unknown key: 'quantization_config'"),
+    "quantised by others": (changed(quantization_config={"bits": 4}), "quantization_config must be absent or {'quant"),
     "remote code": (changed(auto_map={"AutoConfig": "x.Y"}), "unknown key: 'auto_map'"),
     "several missing": (changed(drop=("hidden_size", "vocab_size")), "missing keys: vocab_size, hidden_size"),
     "not a decoder": (changed(architectures=["LlamaForSequenceClassification"]), "architectures must be"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from crucible.config import AXES, MAX_VOCAB_SIZE, ConfigError, ModelConfig, attention_kind
+from crucible.engine.quant import CHUNK
 from crucible.engine.safetensors_file import ArtifactError, parse_json_object, shown
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Generation",
     "config_from_json",
     "config_to_json",
+    "declares_int8",
     "generation_to_json",
     "read_config",
     "read_generation",
@@ -70,6 +72,11 @@ _NEUTRAL: Final[Mapping[str, Any]] = {
     "partial_rotary_factor": 1,
 }
 """Keys that would change the computation, with the one value that does not; null and absent mean the same."""
+
+_QUANTIZATION: Final = "quantization_config"
+INT8_CONFIG: Final[Mapping[str, Any]] = {"quant_method": "crucible", "format": "int8", "chunk_size": CHUNK}
+"""The one value of quantization_config that is read, and only in a configuration of model_type "crucible": a Llama's is
+loaded by `transformers` with a warning about the unknown method, its integers taken for weights."""
 
 _INERT: Final = frozenset(
     {
@@ -119,6 +126,16 @@ def read_config(folder: Path) -> ModelConfig:
     return config_from_json(read_json(path), path)
 
 
+def declares_int8(folder: Path) -> bool:
+    """Whether a folder's config.json says that its matrices are int8; false where there is no config.json.
+
+    Raises:
+        ArtifactError: it says that they are anything else that is not plain numbers.
+    """
+    path = Path(folder) / CONFIG_NAME
+    return path.exists() and _is_int8(read_json(path), path)
+
+
 def config_from_json(values: Mapping[str, Any], source: Path | str) -> ModelConfig:
     """The model that the keys of a config.json describe; `source` names the file in messages.
 
@@ -132,6 +149,7 @@ def config_from_json(values: Mapping[str, Any], source: Path | str) -> ModelConf
     axes = tuple(AXES) if model_type == "crucible" else ()
     _check_keys(values, axes, source)
     _check_neutral(values, model_type, source)
+    _is_int8(values, source)
     sizes = {key: _size(values, key, source) for key in _SIZES}
     fields: dict[str, Any] = {
         **sizes,
@@ -157,14 +175,14 @@ def config_from_json(values: Mapping[str, Any], source: Path | str) -> ModelConf
 
 
 def config_to_json(
-    config: ModelConfig, *, dtype: Dtype, bos_token_id: int | None, eos_token_id: int | None
+    config: ModelConfig, *, dtype: Dtype | Literal["int8"], bos_token_id: int | None, eos_token_id: int | None
 ) -> dict[str, Any]:
     """The config.json of an artifact: the inverse of `config_from_json`.
 
     rope_theta stands at the top level, where every version of `transformers` reads it. Only the name of a head
     grouping can get lost: one head is mha and mqa at once, and a Llama configuration has no key for the name.
     """
-    model_type = "llama" if config.is_llama else "crucible"
+    model_type = "llama" if config.is_llama and dtype != "int8" else "crucible"
     values: dict[str, Any] = {"architectures": [_ARCHITECTURES[model_type]], "model_type": model_type}
     if model_type == "crucible":
         values |= {axis: getattr(config, axis) for axis in AXES}
@@ -177,11 +195,11 @@ def config_to_json(
         "tie_word_embeddings": config.tie_word_embeddings,
         "attention_bias": False,
         "mlp_bias": False,
-        "torch_dtype": _TORCH_DTYPES[dtype],
+        "torch_dtype": "float32" if dtype == "int8" else _TORCH_DTYPES[dtype],
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
     }
-    return values
+    return values | ({_QUANTIZATION: dict(INT8_CONFIG)} if dtype == "int8" else {})
 
 
 def read_generation(folder: Path) -> Generation:
@@ -224,6 +242,7 @@ def generation_to_json(generation: Generation) -> dict[str, Any]:
 
 def _check_keys(values: Mapping[str, Any], axes: tuple[str, ...], source: Path | str) -> None:
     known = {"model_type", "architectures", *_REQUIRED, *_DERIVABLE, *_NEUTRAL, *_INERT, *_SPECIAL_IDS, *axes}
+    known.add(_QUANTIZATION)
     unknown = sorted(values.keys() - known)
     if unknown:
         raise ArtifactError(f"{source}: unknown key{'s' * (len(unknown) > 1)}: {', '.join(map(shown, unknown))}")
@@ -239,6 +258,19 @@ def _check_neutral(values: Mapping[str, Any], model_type: str, source: Path | st
     expected = [_ARCHITECTURES[model_type]]
     if values.get("architectures") is not None and values["architectures"] != expected:
         raise ArtifactError(f"{source}: architectures must be {expected!r}, not {shown(values['architectures'])}")
+
+
+def _is_int8(values: Mapping[str, Any], source: Path | str) -> bool:
+    found = values.get(_QUANTIZATION)
+    if found is None:
+        return False
+    if found != INT8_CONFIG:
+        raise ArtifactError(f"{source}: {_QUANTIZATION} must be absent or {dict(INT8_CONFIG)}, not {shown(found)}")
+    if values.get("model_type") != "crucible":
+        raise ArtifactError(
+            f"{source}: with {_QUANTIZATION} model_type must be crucible, so that no other tool loads it"
+        )
+    return True
 
 
 def _size(values: Mapping[str, Any], key: str, source: Path | str) -> int:

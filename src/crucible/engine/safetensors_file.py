@@ -53,6 +53,9 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
 """Bytes per element of each dtype of the format that fills whole bytes."""
 
 WEIGHT_DTYPES: Final = ("F32", "F16", "BF16")
+"""The dtypes of weights that stand for themselves."""
+
+READABLE_DTYPES: Final = (*WEIGHT_DTYPES, "I8")
 """The dtypes that can be read as arrays."""
 
 _ENTRY_KEYS: Final = frozenset({"dtype", "shape", "data_offsets"})
@@ -112,13 +115,13 @@ class SafetensorsFile:
         info = self.tensors[name]
         return np.frombuffer(self._data, dtype=np.uint8, count=info.nbytes, offset=info.offset)
 
-    def array(self, name: str) -> NDArray[np.float32] | NDArray[np.float16]:
-        """A tensor in its own shape: F32 and F16 as read-only views of the mapping, BF16 widened to float32.
+    def array(self, name: str) -> NDArray[np.float32] | NDArray[np.float16] | NDArray[np.int8]:
+        """A tensor in its own shape: F32, F16 and I8 as read-only views of the mapping, BF16 widened to float32.
 
         A view is unaligned where the header's length is not a multiple of the element size.
 
         Raises:
-            ArtifactError: no such tensor, or its dtype is none of `WEIGHT_DTYPES`.
+            ArtifactError: no such tensor, or its dtype is none of `READABLE_DTYPES`.
         """
         raw = self.raw(name)
         info = self.tensors[name]
@@ -126,11 +129,13 @@ class SafetensorsFile:
             return raw.view("<f4").reshape(info.shape)
         if info.dtype == "F16":
             return raw.view("<f2").reshape(info.shape)
+        if info.dtype == "I8":
+            return raw.view(np.int8).reshape(info.shape)
         if info.dtype == "BF16":
             # A bfloat16 is the upper half of the float32 of the same value.
             bits = raw.view("<u2").astype(np.uint32) << np.uint32(16)
             return bits.view(np.float32).reshape(info.shape)
-        allowed = ", ".join(WEIGHT_DTYPES)
+        allowed = ", ".join(READABLE_DTYPES)
         raise ArtifactError(f"{self.path}: tensor {shown(name)}: dtype {info.dtype} is not one of {allowed}")
 
 

@@ -11,8 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crucible.config import ModelConfig
-from crucible.engine.artifact import read_json
+from crucible.engine.artifact import declares_int8, read_json
+from crucible.engine.quant import Int8Weight, QuantError, Weight, chunk_size, dense, is_matrix, num_chunks
 from crucible.engine.safetensors_file import WEIGHT_DTYPES, ArtifactError, SafetensorsFile, shown
+
+SCALES: Final = ".scales"
+"""What the name of a tensor of scales adds to that of the int8 tensor it belongs to."""
 
 WEIGHTS_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
@@ -26,14 +30,30 @@ _HEAD: Final = "lm_head.weight"
 def load_weights(folder: Path, config: ModelConfig, *, check_finite: bool = True) -> dict[str, NDArray[np.float32]]:
     """Every tensor of an artifact as float32, in the order of `config.tensor_shapes()`.
 
-    An F32 tensor is a read-only view of the mapped file where its bytes are aligned; F16 and BF16 are widened, which
-    is exact. `check_finite` reads every value once.
+    An F32 tensor is a read-only view of the mapped file where its bytes are aligned; F16, BF16 and int8 are widened,
+    the first two exactly and the last with one rounding of value * scale. `check_finite` reads every value once.
 
     Raises:
-        ArtifactError: as `open_weights`; also the first tensor that holds a NaN or an infinity.
+        ArtifactError: as `load_stored_weights`.
     """
-    weights = {}
-    for name, file in open_weights(folder, config).items():
+    stored = load_stored_weights(folder, config, check_finite=check_finite)
+    return {name: dense(weight) for name, weight in stored.items()}
+
+
+def load_stored_weights(folder: Path, config: ModelConfig, *, check_finite: bool = True) -> dict[str, Weight]:
+    """As `load_weights`, but a matrix that the artifact holds in int8 stays so: values are views of the mapped file.
+
+    Raises:
+        ArtifactError: as `open_weights`; also the first tensor that holds a NaN, an infinity, or as int8 what
+            `Int8Weight.check` refuses.
+    """
+    weights: dict[str, Weight] = {}
+    files = open_weights(folder, config)
+    for name in config.tensor_shapes():
+        file = files[name]
+        if name + SCALES in files:
+            weights[name] = _int8_weight(name, files, config, check_finite)
+            continue
         weight = np.require(file.array(name), np.float32, ["C", "ALIGNED"])
         # A NaN anywhere makes both extremes NaN, so no array of flags is needed.
         if check_finite and not (np.isfinite(weight.min()) and np.isfinite(weight.max())):
@@ -43,34 +63,63 @@ def load_weights(folder: Path, config: ModelConfig, *, check_finite: bool = True
 
 
 def open_weights(folder: Path, config: ModelConfig) -> dict[str, SafetensorsFile]:
-    """The file that holds each tensor of `config.tensor_shapes()`, in that order, after every check but of values.
+    """The file that holds each tensor of `stored_tensors`, in that order, after every check but of values.
 
     Two kinds of tensor that `transformers` itself ignores may be there too: a tied lm_head.weight, if it equals the
     embedding byte for byte, and the rotary_emb.inv_freq buffers of old Llama files, which rope_theta determines.
 
     Raises:
         ArtifactError: a file is missing or malformed, the index and the shards disagree, or a tensor is missing,
-            unexpected, mis-shaped or not of a weight's dtype. The message names the file and the tensors.
+            unexpected, mis-shaped or not of its dtype; config.json decides whether matrices are int8. The message
+            names the file and the tensors.
     """
     folder = Path(folder)
     files = open_files(folder)
     # Before tensor_shapes(), whose length a hostile config could put in the billions.
     if config.num_hidden_layers > len(files):
         raise ArtifactError(f"{folder}: {len(files)} tensors cannot fill num_hidden_layers={config.num_hidden_layers}")
-    shapes = config.tensor_shapes()
-    missing = [name for name in shapes if name not in files]
+    tensors = stored_tensors(config, int8=declares_int8(folder))
+    missing = [name for name in tensors if name not in files]
     if missing:
         raise ArtifactError(f"{folder}: missing tensors: {_listed(missing)}")
-    unexpected = [name for name in files if name not in shapes and not _is_redundant(name, files, config)]
+    unexpected = [name for name in files if name not in tensors and not _is_redundant(name, files, config)]
     if unexpected:
         raise ArtifactError(f"{folder}: unexpected tensors: {_listed(unexpected)}")
-    for name, shape in shapes.items():
+    for name, (shape, dtypes) in tensors.items():
         info, where = files[name].tensors[name], f"{files[name].path}: tensor {name!r}"
         if info.shape != shape:
             raise ArtifactError(f"{where}: shape must be {list(shape)}, not {list(info.shape)}")
-        if info.dtype not in WEIGHT_DTYPES:
-            raise ArtifactError(f"{where}: dtype must be one of {', '.join(WEIGHT_DTYPES)}, not {info.dtype}")
-    return {name: files[name] for name in shapes}
+        if info.dtype not in dtypes:
+            allowed = f"one of {', '.join(dtypes)}" if len(dtypes) > 1 else dtypes[0]
+            raise ArtifactError(f"{where}: dtype must be {allowed}, not {info.dtype}")
+    return {name: files[name] for name in tensors}
+
+
+def stored_tensors(config: ModelConfig, *, int8: bool) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Shape and allowed dtypes of every tensor that an artifact's files hold, in order.
+
+    With `int8` each matrix is I8 and followed by its scales, F32 [N, C], under its name and `SCALES`.
+    """
+    tensors: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+    for name, shape in config.tensor_shapes().items():
+        if int8 and is_matrix(name):
+            tensors[name] = shape, ("I8",)
+            tensors[name + SCALES] = (shape[0], num_chunks(shape[1], chunk_size(config, name))), ("F32",)
+        else:
+            tensors[name] = shape, WEIGHT_DTYPES
+    return tensors
+
+
+def _int8_weight(name: str, files: Mapping[str, SafetensorsFile], config: ModelConfig, check: bool) -> Int8Weight:
+    values, file = np.require(files[name].array(name), np.int8, ["C"]), files[name + SCALES]
+    scales = np.require(file.array(name + SCALES), np.float32, ["C", "ALIGNED"])
+    weight = Int8Weight(values, scales, chunk_size(config, name))
+    try:
+        if check:
+            weight.check()
+    except QuantError as error:
+        raise ArtifactError(f"{files[name].path}: tensor {name!r}: {error}") from None
+    return weight
 
 
 def open_files(folder: Path) -> dict[str, SafetensorsFile]:
