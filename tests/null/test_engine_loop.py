@@ -1,0 +1,492 @@
+"""The engine over a backend that draws fixed tokens: events, ends, back-pressure, look-ahead, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from null_backend import BROKEN_ID, VOCAB_SIZE, NullBackend, expected_tokens, fixed_score
+
+from crucible.engine.backend import PlanError
+from crucible.engine.engine import Engine, Event
+from crucible.engine.pages import PageError
+from crucible.engine.request import FinishReason, RequestError, SamplingParams
+from crucible.errors import CrucibleError
+
+EOS_IDS = (7, 50)
+LONG = SamplingParams(max_tokens=20, ignore_eos=True)
+
+
+def finished(events: Sequence[Event]) -> tuple[list[int], FinishReason]:
+    """Tokens and end of a request, after the check that its events are well formed."""
+    assert [event.finish for event in events[:-1]] == [None] * (len(events) - 1)
+    finish = events[-1].finish
+    assert finish is not None
+    has_token = finish in ("stop", "length")
+    assert (events[-1].token_id is not None) == has_token
+    return [event.token_id for event in events if event.token_id is not None], finish
+
+
+class Session:
+    """An engine and all its events; `settle` checks them against what each request must have drawn."""
+
+    def __init__(self, backend: NullBackend, **options: Any) -> None:
+        self.backend = backend
+        self.engine = Engine(backend, eos_ids=EOS_IDS, **options)
+        self.added: dict[Any, tuple[tuple[int, ...], SamplingParams]] = {}
+        self.cancelled: set[Any] = set()
+        self.events: defaultdict[Any, list[Event]] = defaultdict(list)
+
+    def add(self, name: Any, prompt: Sequence[int], params: SamplingParams) -> None:
+        self.engine.add(name, prompt, params)
+        self.added[name] = tuple(prompt), params
+
+    def cancel(self, name: Any) -> None:
+        if name in self.added and not self.is_done(name):
+            self.cancelled.add(name)
+        self.engine.cancel(name)
+
+    def is_done(self, name: Any) -> bool:
+        return bool(self.events[name]) and self.events[name][-1].finish is not None
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            for event in self.engine.step():
+                assert not self.is_done(event.request_id), "nothing follows an end"
+                self.events[event.request_id].append(event)
+            self.engine.scheduler.check()
+
+    def settle(self) -> None:
+        for steps in itertools.count():
+            if not self.engine.has_work:
+                break
+            assert steps < 5_000, "the engine makes no progress"
+            self.step()
+        for name, (prompt, params) in self.added.items():
+            tokens, finish = finished(self.events[name])
+            expected, expected_finish = expected_tokens(prompt, params, EOS_IDS)
+            if name in self.cancelled:
+                assert (finish, tokens) == ("cancelled", expected[: len(tokens)])
+            else:
+                assert (finish, tokens) == (expected_finish, expected)
+        assert self.backend.slots == {}
+        assert self.backend.num_read == self.backend.num_submitted
+        assert self.engine.scheduler.num_free_pages == self.backend.num_pages
+        assert self.engine.step() == []
+
+
+# ---- events ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("look_ahead", [0, 1, 3])
+def test_each_request_gets_its_tokens_and_one_end(look_ahead: int) -> None:
+    session = Session(NullBackend(), look_ahead=look_ahead, prefill_chunk=7, prefill_budget=16)
+    for i in range(12):
+        params = SamplingParams(max_tokens=1 + 3 * i, min_tokens=i, seed=i, stop_token_ids=(i, 40))
+        session.add(i, range(1 + i, 3 + 4 * i), params)
+    session.settle()
+    assert {finished(events)[1] for events in session.events.values()} == {"stop", "length"}
+
+
+def test_an_error_ends_one_request_without_a_token() -> None:
+    session = Session(NullBackend())
+    session.add("good", [1, 2], LONG)
+    session.add("bad", [1, BROKEN_ID], dataclasses.replace(LONG, logprobs=1))
+    session.settle()
+    assert session.events["bad"] == [Event("bad", None, "error")]
+
+
+def test_a_token_comes_with_its_logprobs_if_asked() -> None:
+    session = Session(NullBackend())
+    session.add("with", [1, 2], SamplingParams(max_tokens=3, logprobs=0))
+    session.add("without", [1, 2], SamplingParams(max_tokens=3))
+    session.settle()
+    assert [event.logprobs.logprob for event in session.events["with"] if event.logprobs] == [
+        -event.token_id / 8 for event in session.events["with"] if event.token_id is not None
+    ]
+    assert {event.logprobs for event in session.events["without"]} == {None}
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 64])
+@pytest.mark.parametrize("look_ahead", [0, 2])
+def test_prompt_logprobs_come_with_the_first_event_across_chunks(chunk: int, look_ahead: int) -> None:
+    """Beside a neighbour that also scores, one that doesn't, and one that ends with an error."""
+    session = Session(NullBackend(), prefill_chunk=chunk, prefill_budget=2 * chunk, look_ahead=look_ahead)
+    scored = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=True)
+    prompts = {"a": range(3, 22), "b": range(20, 50), "one": [5], "bad": [4, BROKEN_ID, 6]}
+    for name, prompt in prompts.items():
+        session.add(name, prompt, scored)
+        session.add(f"{name} unscored", prompt, dataclasses.replace(scored, prompt_logprobs=False))
+    session.settle()
+    for name, prompt in prompts.items():
+        first, *rest = session.events[name]
+        assert first.prompt_logprobs == tuple(fixed_score(i, target) for i, target in enumerate(prompt[1:]))
+        assert {event.prompt_logprobs for event in [*rest, *session.events[f"{name} unscored"]]} <= {None}
+
+
+def test_choices_are_requests_of_their_own() -> None:
+    session = Session(NullBackend())
+    params = SamplingParams(max_tokens=5, n=3, seed=2**64 - 1, ignore_eos=True)
+    for choice, its_params in enumerate(params.choices()):
+        session.add(("a", choice), [1, 2, 3], its_params)
+    session.settle()
+    assert len({tuple(finished(session.events["a", choice])[0]) for choice in range(3)}) == 3
+
+
+def test_an_id_can_be_used_again() -> None:
+    session = Session(NullBackend())
+    for _ in range(3):
+        session.added.clear()
+        session.events.clear()
+        session.add("a", [1, 2], LONG)
+        session.settle()
+
+
+def test_a_step_without_work_does_nothing() -> None:
+    backend = NullBackend()
+    engine = Engine(backend)
+    assert (engine.has_work, engine.step(), backend.num_submitted) == (False, [], 0)
+
+
+# ---- cancelling -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("look_ahead", [0, 1, 2])
+@pytest.mark.parametrize("steps", range(27))
+def test_a_cancel_at_any_time_frees_slot_and_pages_at_once(steps: int, look_ahead: int) -> None:
+    """From before the first chunk, over the prompt's five chunks, to before the last of twenty tokens and after."""
+    session = Session(NullBackend(), prefill_chunk=4, look_ahead=look_ahead)
+    session.add("cancelled", range(20), LONG)
+    session.add("neighbour", range(10, 20), dataclasses.replace(LONG, max_tokens=40))
+    session.step(steps)
+    was_done = session.is_done("cancelled")
+    free = session.engine.scheduler.num_free_pages
+    session.cancel("cancelled")
+    had_pages = steps > 0 and not was_done
+    assert session.engine.scheduler.num_free_pages == free + 3 * had_pages
+    session.step()
+    assert session.is_done("cancelled")
+    session.settle()
+
+
+def test_pages_of_a_cancelled_request_serve_the_next_one_in_the_same_step() -> None:
+    session = Session(NullBackend(num_slots=2, num_pages=3), look_ahead=2)
+    session.add("first", range(20), LONG)
+    session.step(4)
+    session.add("second", range(21), LONG)
+    session.step()
+    assert session.engine.scheduler.num_waiting == 1
+    session.cancel("first")
+    session.step()
+    assert (session.engine.scheduler.num_waiting, session.engine.scheduler.num_resident) == (0, 1)
+    session.settle()
+
+
+def test_a_cancel_that_comes_too_late_or_twice_has_no_effect() -> None:
+    session = Session(NullBackend())
+    session.add("a", [1], SamplingParams(max_tokens=1))
+    session.settle()
+    session.cancel("a")
+    session.cancel("never added")
+    assert not session.engine.has_work
+    session.add("b", [1], LONG)
+    session.step(3)
+    session.cancel("b")
+    session.cancel("b")
+    assert session.engine.has_work
+    assert [event.finish for event in session.engine.step()] == ["cancelled"]
+    assert not session.engine.has_work
+
+
+# ---- back-pressure and order ----------------------------------------------------------------------------------------
+
+
+def test_too_few_pages_make_requests_wait_and_all_are_served() -> None:
+    session = Session(NullBackend(num_slots=4, num_pages=4))
+    for i in range(10):
+        session.add(i, range(i, i + 20), LONG)
+    session.step()
+    assert (session.engine.scheduler.num_resident, session.engine.scheduler.num_waiting) == (1, 9)
+    session.settle()
+    ends = [name for name in session.events if session.is_done(name)]
+    assert ends == list(range(10))
+
+
+def test_running_requests_get_a_token_every_step_beside_a_long_prompt() -> None:
+    session = Session(NullBackend(), prefill_budget=2, prefill_chunk=2)
+    session.add("running", [1], dataclasses.replace(LONG, max_tokens=50))
+    session.step()
+    session.add("long", [1] * 60, LONG)
+    for count in range(2, 32):
+        session.step()
+        assert len(session.events["running"]) == count
+    session.settle()
+
+
+def test_look_ahead_submits_before_it_reads() -> None:
+    backend = NullBackend()
+    engine = Engine(backend, look_ahead=1)
+    engine.add("a", [1, 2], dataclasses.replace(LONG, max_tokens=3))
+    seen = []
+    while engine.has_work:
+        events = engine.step()
+        seen.append((backend.num_submitted, backend.num_read, len(events)))
+    assert seen == [(1, 0, 0), (2, 1, 1), (3, 2, 1), (3, 3, 1)]
+
+
+def test_rows_queued_behind_an_end_are_dropped() -> None:
+    """The stop id is drawn first; two more steps are on their way by then, and the slot serves another request."""
+    backend = NullBackend(num_slots=1)
+    session = Session(backend, look_ahead=2)
+    params = SamplingParams(max_tokens=30)
+    (first, *_), _ = expected_tokens([3, 4], params, ())
+    session.add("stops", [3, 4], dataclasses.replace(params, stop_token_ids=(first,)))
+    session.add("next", [5, 6], LONG)
+    session.settle()
+    assert finished(session.events["stops"]) == ([first], "stop")
+
+
+# ---- any order of calls ---------------------------------------------------------------------------------------------
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Requests of all kinds come, are cancelled and served in any order; at the end each has exactly what it must."""
+
+    @initialize(
+        num_slots=st.integers(1, 5),
+        num_pages=st.integers(2, 16),
+        chunk=st.integers(1, 20),
+        budget=st.integers(1, 30),
+        look_ahead=st.integers(0, 3),
+    )
+    def start(self, num_slots: int, num_pages: int, chunk: int, budget: int, look_ahead: int) -> None:
+        backend = NullBackend(num_slots, num_pages)
+        self.session = Session(backend, prefill_chunk=chunk, prefill_budget=budget, look_ahead=look_ahead)
+
+    @rule(
+        prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=50),
+        max_tokens=st.integers(1, 40),
+        min_tokens=st.integers(0, 40),
+        seed=st.integers(0, 9),
+        stops=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=4),
+        flags=st.tuples(st.booleans(), st.booleans()),
+    )
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        min_tokens: int,
+        seed: int,
+        stops: list[int],
+        flags: tuple[bool, bool],
+    ) -> None:
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min(min_tokens, max_tokens),
+            seed=seed,
+            stop_token_ids=stops,
+            ignore_eos=flags[0],
+            prompt_logprobs=flags[1],
+        )
+        name = len(self.session.added)
+        needed = -(-(len(prompt) + max_tokens) // 16)
+        if needed > self.session.backend.num_pages:
+            with pytest.raises(RequestError, match="pages of the cache"):
+                self.session.add(name, prompt, params)
+        else:
+            self.session.add(name, prompt, params)
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count: int) -> None:
+        self.session.step(count)
+
+    @rule(choice=st.integers(0, 30))
+    def cancel(self, choice: int) -> None:
+        if self.session.added:
+            self.session.cancel(list(self.session.added)[choice % len(self.session.added)])
+
+    def teardown(self) -> None:
+        if hasattr(self, "session"):
+            self.session.settle()
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_three_hundred_random_sessions() -> None:
+    num_steps = 0
+    for seed in range(300):
+        rng = random.Random(seed)
+        backend = NullBackend(rng.randint(1, 5), rng.randint(6, 16))
+        session = Session(
+            backend,
+            prefill_chunk=rng.randint(1, 20),
+            prefill_budget=rng.randint(1, 30),
+            look_ahead=rng.randint(0, 3),
+        )
+        for name in range(rng.randint(1, 12)):
+            prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 50))]
+            session.add(name, prompt, SamplingParams(max_tokens=rng.randint(1, 40), seed=name))
+            session.step(rng.randint(0, 8))
+            if rng.random() < 0.3:
+                session.cancel(rng.randrange(name + 1))
+        session.settle()
+        num_steps += backend.num_submitted
+    assert num_steps > 5_000
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", ["open_slot", "submit"])
+def test_after_a_failing_backend_the_rest_can_be_cancelled(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = NullBackend()
+    session = Session(backend, prefill_chunk=4)
+    session.add("a", range(9), LONG)
+    session.step(2)
+    session.add("b", range(9), LONG)
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, fails, lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            session.engine.step()
+    for name in ("a", "b"):
+        session.cancel(name)
+    session.settle()
+    session.add("c", range(9), LONG)
+    session.settle()
+
+
+def test_going_on_after_a_failure_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = NullBackend()
+    session = Session(backend)
+    session.add("a", range(9), LONG)
+    session.step(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "submit", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            session.engine.step()
+    with pytest.raises(PlanError, match="rows cannot start at"):
+        session.engine.step()
+
+
+def test_a_lost_page_is_found_when_the_engine_is_idle() -> None:
+    session = Session(NullBackend())
+    session.add("a", [1], SamplingParams(max_tokens=1))
+    session.engine.scheduler._pages._free.pop()
+    with pytest.raises(PageError, match="pages are not the 24"):
+        session.engine.step()
+
+
+# ---- what is refused at the door ------------------------------------------------------------------------------------
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "message"),
+    [
+        ([], {}, "the prompt is empty; at least one token is needed"),
+        ((), {}, "the prompt is empty"),
+        ("", {}, "the prompt is empty"),
+        ([200_000], {}, "the prompt has token id 200000; the model's are 0 to 66"),
+        ([3, -1], {}, "the prompt has token id -1; the model's are 0 to 66"),
+        ([VOCAB_SIZE], {}, "the prompt has token id 67"),
+        ([10**5000], {}, "the prompt has token id an integer of thousands of digits"),
+        ([[]], {}, r"a prompt is integer token ids; this one has \[\]"),
+        ("text", {}, "a prompt is integer token ids; this one has 't'"),
+        ([1.0], {}, "a prompt is integer token ids; this one has 1.0"),
+        ([NAN], {}, "a prompt is integer token ids; this one has nan"),
+        ([True], {}, "a prompt is integer token ids; this one has True"),
+        ([None], {}, "a prompt is integer token ids; this one has None"),
+        ([3] * 90, {}, "the prompt's 90 tokens and max_tokens=20 do not fit the context of 96"),
+        ([3] * 97, {"max_tokens": 1}, "the prompt's 97 tokens and max_tokens=1 do not fit the context of 96"),
+        ([3] * 96, {"max_tokens": 1}, "the prompt's 96 tokens and max_tokens=1 do not fit the context of 96"),
+        ([3], {"max_tokens": 2**31 - 1}, "the prompt's 1 tokens and max_tokens=2147483647 do not fit"),
+        ([3], {"n": 2}, r"n must be 1 here, not 2; add each of the parameters' choices\(\)"),
+        ([3], {"logit_bias": {191222: 1.0}}, "logit_bias has token id 191222; the model's are 0 to 66"),
+        ([3], {"stop_token_ids": (151645,)}, "stop_token_ids has token id 151645; the model's are 0 to 66"),
+        ([3], {"stop_token_ids": tuple(range(10, 26)), "ignore_eos": False}, "18 together, 16 are allowed"),
+    ],
+)
+def test_a_bad_request_is_refused_and_leaves_no_trace(prompt: Any, changes: dict[str, Any], message: str) -> None:
+    session = Session(NullBackend())
+    session.add("neighbour", [1, 2, 3], LONG)
+    session.step(3)
+    with pytest.raises(RequestError, match=message):
+        session.engine.add("bad", prompt, dataclasses.replace(LONG, **changes))
+    session.cancel("bad")
+    session.settle()
+    assert "bad" not in session.events
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logit_bias": {"AI": -100}}, "a token id of logit_bias must be an integer, not 'AI'"),
+        ({"logit_bias": {1: None}}, "logit_bias of token 1 must be a number, not None"),
+        ({"logit_bias": {1: True}}, "logit_bias of token 1 must be a number, not True"),
+        ({"logit_bias": {1: NAN}}, "logit_bias of token 1 must be a finite number"),
+        ({"seed": "100"}, "seed must be an integer, not '100'"),
+        ({"temperature": NAN}, "temperature must be a finite number at least 0, not nan"),
+        ({"temperature": INF}, "temperature must be a finite number at least 0, not inf"),
+        ({"temperature": -0.1}, "temperature must be a finite number at least 0, not -0.1"),
+        ({"temperature": 1.0, "top_p": NAN}, "top_p must be a finite number from 0 to 1, not nan"),
+        ({"temperature": 1.0, "top_k": -1}, "top_k must be from 0 to 2147483647, not -1"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be a finite number from 0.01 to 100, not 0"),
+        ({"max_tokens": 0}, "max_tokens must be from 1 to"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs must be true or false, not 1"),
+    ],
+)
+def test_bad_parameters_never_reach_the_engine(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=f"^{message}"):
+        SamplingParams(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 2**64},
+        {"seed": 10**20},
+        {"seed": -1},
+        {"temperature": 1.0, "top_k": 10**9},
+        {"temperature": 1e-300},
+        {"logit_bias": {0: -100, 66: 100}},
+        {"max_tokens": 93},
+    ],
+)
+def test_odd_but_good_requests_are_served(changes: dict[str, Any]) -> None:
+    session = Session(NullBackend())
+    session.add("a", [1, 2, 3], dataclasses.replace(LONG, **changes))
+    session.settle()
+
+
+def test_ids_may_be_numpy_s() -> None:
+    session = Session(NullBackend())
+    session.add("a", np.array([1, 2, 3]), LONG)  # type: ignore[arg-type]
+    session.settle()
+    assert session.backend.plans[0].segments[0].ids == (1, 2, 3)
+
+
+def test_an_id_in_use_is_refused() -> None:
+    session = Session(NullBackend())
+    session.add("a", [1], LONG)
+    with pytest.raises(RequestError, match="request id 'a' is in use"):
+        session.engine.add("a", [2], LONG)
+    session.settle()
+
+
+@pytest.mark.parametrize("option", ["prefill_budget", "prefill_chunk", "look_ahead"])
+def test_options_are_checked(option: str) -> None:
+    with pytest.raises(CrucibleError, match=f"{option} must be at least"):
+        Engine(NullBackend(), **{option: -1})
