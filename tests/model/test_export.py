@@ -22,6 +22,7 @@ from crucible.data.shards import write_shard
 from crucible.engine.artifact import ArtifactError, Generation, read_config, read_generation, read_json
 from crucible.engine.weights import INDEX_NAME, WEIGHTS_NAME, load_weights
 from crucible.export import artifact as exporter
+from crucible.export import target as targets
 from crucible.export.artifact import export_checkpoint, round_tensors, verify, verify_engine
 from crucible.export.names import from_artifact, to_artifact
 from crucible.model.transformer import Transformer
@@ -252,10 +253,13 @@ def test_a_link_to_an_artifact_stays_a_link(run: Path, tmp_path: Path) -> None:
     assert read_json(tmp_path / "real" / "crucible.json")["dtype"] == "bf16"
 
 
-@pytest.mark.parametrize("at", ["_write_texts", "_write_tensors", "_put", "sync_file"])
+@pytest.mark.parametrize(
+    ("module", "at"),
+    [(exporter, "_write_texts"), (exporter, "_write_tensors"), (targets, "_put"), (targets, "sync_file")],
+)
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
 def test_a_failure_leaves_the_old_artifact_and_nothing_else(
-    at: str, error: BaseException, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: Any, at: str, error: BaseException, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = export_checkpoint(run, tmp_path / "out")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -263,7 +267,7 @@ def test_a_failure_leaves_the_old_artifact_and_nothing_else(
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(exporter, at, fail)
+    monkeypatch.setattr(module, at, fail)
     with pytest.raises(ArtifactError if isinstance(error, OSError) else KeyboardInterrupt):
         export_checkpoint(run, out, dtype="f16", force=True)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import secrets
-import shutil
-import stat
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 import crucible
 from crucible.config import ModelConfig
-from crucible.data.shards import sync_folder
 from crucible.engine.artifact import (
     CONFIG_NAME,
     GENERATION_NAME,
@@ -32,10 +27,11 @@ from crucible.engine.artifact import (
 )
 from crucible.engine.weights import INDEX_NAME, WEIGHTS_NAME
 from crucible.export.names import to_artifact
+from crucible.export.target import check_target, new_artifact
 from crucible.export.verify import Verification, verify, verify_engine
 from crucible.tokenizer import Tokenizer
 from crucible.train.checkpoint import Checkpoint, Which, load, resolve
-from crucible.train.files import sync_file, write_json
+from crucible.train.files import write_json
 from crucible.train.folder import CONFIG_FILE
 from crucible.train.folder import read as read_run
 
@@ -75,27 +71,13 @@ def export_checkpoint(
     """
     if dtype not in _TORCH_DTYPES:
         raise ArtifactError(f"dtype must be one of {', '.join(_TORCH_DTYPES)}, not {dtype!r}")
-    target = Path(out).resolve()
-    _check_target(target, force=force)
+    check_target(Path(out), force=force)  # before the work
     checkpoint = load(resolve(Path(checkpoint_or_run), which))
     tokenizer = _read_tokenizer(checkpoint)
     shards = _split(round_tensors(checkpoint.tensors, dtype), max_shard_bytes)
-    temporary = target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}")
-    try:
-        temporary.mkdir(parents=True)
-        _write_texts(temporary, checkpoint, tokenizer, dtype)
-        _write_tensors(temporary, shards)
-        for path in temporary.iterdir():
-            # Some versions of safetensors make a file that only its owner can read.
-            path.chmod(stat.S_IMODE((temporary / CONFIG_NAME).stat().st_mode))
-            sync_file(path)
-        sync_folder(temporary)
-        _check_target(target, force=force)  # again: writing took a while
-        _put(temporary, target)
-    except (OSError, SafetensorError) as error:
-        raise ArtifactError(f"{out} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with new_artifact(Path(out), force=force) as folder:
+        _write_texts(folder, checkpoint, tokenizer, dtype)
+        _write_tensors(folder, shards)
     return Path(out)
 
 
@@ -206,32 +188,3 @@ def _read_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
             f"{checkpoint.model_config.vocab_size}"
         )
     return tokenizer
-
-
-# ---- the target -----------------------------------------------------------------------------------------------------
-
-
-def _check_target(out: Path, *, force: bool) -> None:
-    if not out.exists():
-        return
-    if not force:
-        raise ArtifactError(f"{out} exists; choose another folder or replace it with force")
-    if not (out / PROVENANCE_NAME).is_file():
-        raise ArtifactError(
-            f"{out} is not an artifact of ours (it has no {PROVENANCE_NAME}): not replaced, even by force"
-        )
-
-
-def _put(temporary: Path, out: Path) -> None:
-    """Moves a finished folder to its place, and what stood there out of the way and then off the disk."""
-    old = out.with_name(f"{temporary.name}-old")
-    if out.exists():
-        out.rename(old)
-    try:
-        temporary.rename(out)
-    except BaseException:
-        if old.exists():
-            old.rename(out)
-        raise
-    sync_folder(out.parent)
-    shutil.rmtree(old, ignore_errors=True)

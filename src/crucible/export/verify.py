@@ -14,7 +14,7 @@ from torch import Tensor
 
 from crucible.config import ModelConfig
 from crucible.engine import runner
-from crucible.engine.artifact import ArtifactError, read_config
+from crucible.engine.artifact import ArtifactError, declares_int8, read_config
 from crucible.engine.reference import ReferenceBackend
 from crucible.engine.weights import load_weights, open_weights
 from crucible.export.names import from_artifact
@@ -119,6 +119,8 @@ def verify_engine(artifact: Path, checkpoint_or_run: Path, *, which: Which = "be
 
 def _read_back(artifact: Path, checkpoint: Checkpoint) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The artifact's config and, by state_dict name, its tensors in f32; both are what the checkpoint says."""
+    if declares_int8(artifact):
+        raise ArtifactError(f"{artifact}: int8 tensors are compared with an artifact, by verify_int8")
     config, wanted = read_config(artifact), checkpoint.model_config.to_dict()
     # The name of the head grouping follows from the counts; for one head a Llama configuration does not hold it.
     for key, value in config.to_dict().items():
