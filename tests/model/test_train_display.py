@@ -50,9 +50,9 @@ def shown(events, *, terminal: bool) -> str:
 def test_a_file_gets_the_start_the_evaluations_and_the_notices(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
-    events = [started(41), *(Stepped(row=row(step), seconds_left=None) for step in (41, 42, 43))]
+    events = [started(41), *(Stepped(row=row(step), steps=200, seconds_left=None) for step in (41, 42, 43))]
     events += [
-        Stepped(row=row(44, 3.5), seconds_left=200.0),
+        Stepped(row=row(44, 3.5), steps=200, seconds_left=200.0),
         Saved(step=44, path=Path("p"), is_best=True),
         Notice("x [y]"),
     ]
@@ -73,12 +73,16 @@ def test_a_file_gets_a_line_every_ten_seconds_at_most(monkeypatch):
     watch = Display(Console(file=file, force_terminal=False, width=120))
     for step in range(1, 31):
         now[0] += 1.0
-        watch(Stepped(row=row(step), seconds_left=None))
+        watch(Stepped(row=row(step), steps=200, seconds_left=None))
     assert [line.split("/")[0] for line in file.getvalue().splitlines()] == ["step 1", "step 11", "step 21"]
 
 
 def test_a_terminal_gets_a_bar_that_keeps_the_latest_validation_loss():
-    events = [started(), Stepped(row=row(1, 3.5), seconds_left=None), Stepped(row=row(2), seconds_left=30.0)]
+    events = [
+        started(),
+        Stepped(row=row(1, 3.5), steps=200, seconds_left=None),
+        Stepped(row=row(2), steps=200, seconds_left=30.0),
+    ]
     text = shown(events, terminal=True)
     assert "step 2/200  loss 4.125  val 3.500  12,346 tok/s  30s left" in text
     assert "━" in text

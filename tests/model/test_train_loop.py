@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -504,34 +505,102 @@ def test_a_preset_gets_the_vocabulary_of_its_data(tmp_path, stated, expected):
 # ---- time budgets ---------------------------------------------------------------------------------------------------
 
 
-def test_a_time_budget_is_a_run_of_fixed_steps(tmp_path):
+class Clock:
+    """Time that only updates take: `seconds(number)` for the update of that number in this process."""
+
+    def __init__(self, monkeypatch, seconds, timed=None):
+        self.now, self.updates, self.seconds = 0.0, 0, seconds
+        real = Learner.update
+
+        def update(learner, batches, rate):
+            self.updates += 1
+            self.now += self.seconds(self.updates)
+            return real(learner, batches, rate)
+
+        monkeypatch.setattr(Learner, "update", update)
+        monkeypatch.setattr(loop, "time", self)
+        timings = Timings(step_seconds=timed or seconds(1), evaluation_seconds=0.0, save_seconds=0.0)
+        monkeypatch.setattr(budget, "measure", lambda *arguments: timings)
+
+    def monotonic(self):
+        return self.now
+
+    perf_counter = monotonic
+
+
+BUDGET = {"steps": None, "max_minutes": 0.5, "warmup_steps": 4, "eval_every": 4, "save_every": 8}
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "trapezoid"])
+def test_a_time_budget_is_a_run_of_fixed_steps(tmp_path, schedule):
     events = []
-    changes = {"steps": None, "max_minutes": 0.005, "save_every": 100, "eval_every": 50}
+    changes = {**BUDGET, "max_minutes": 0.005, "schedule": schedule}
     result = train(toy_run(tmp_path, **changes), on_event=events.append)
     assert isinstance(events[0], Notice)
     assert "steps here" in events[0].text
     assert result.steps == result.step >= 1
     stored = loop.folder.read(tmp_path / "run")
-    assert (stored.config.steps, stored.config.max_minutes, stored.max_minutes) == (result.steps, None, 0.005)
+    assert (stored.config.steps, stored.config.max_minutes) == (result.steps, None)
+    assert (stored.asked.steps, stored.asked.max_minutes, stored.asked.warmup_steps) == (None, 0.005, 4)
     # The number of steps is all that the budget leaves behind: given outright, it makes the same run.
     again = dataclasses.replace(stored.config, run=tmp_path / "again")
     train(again)
     assert outcome(tmp_path / "again") == outcome(tmp_path / "run")
 
 
-def test_a_time_budget_resumes_with_the_steps_it_came_to(tmp_path, monkeypatch):
-    timings = Timings(step_seconds=4.0, evaluation_seconds=1.0, save_seconds=1.0)
-    monkeypatch.setattr(budget, "measure", lambda *arguments: timings)
-    changes = {"steps": None, "max_minutes": 1.0}
-    interrupted = train(toy_run(tmp_path, **changes), on_event=raise_at(5))
-    assert interrupted.steps == steps_within(60, timings, toy_run(tmp_path, **changes)) == 12
+@pytest.mark.parametrize(
+    ("seconds", "timed", "steps"),
+    [
+        (lambda number: 1.0, 1.0, 60),  # as timed
+        (lambda number: 1.0, 0.25, 60),  # four times slower than timed
+        (lambda number: 1.0, 6.0, 60),  # six times faster than timed
+        (lambda number: 1.0 if number <= 20 else 2.0, 1.0, 40),  # a machine that gets hot
+        (lambda number: 2.0 if number <= 10 else 0.5, 2.0, 90),  # and one that is left alone
+    ],
+)
+def test_a_trapezoid_ends_in_time_whatever_was_timed(tmp_path, monkeypatch, seconds, timed, steps):
+    clock = Clock(monkeypatch, seconds, timed)
+    result = train(toy_run(tmp_path, **BUDGET | {"max_minutes": 1.0, "schedule": "trapezoid"}))
+    assert clock.now == pytest.approx(60, abs=3)
+    assert result.step == result.steps == pytest.approx(steps, abs=2)
+    monkeypatch.undo()
+    train(dataclasses.replace(loop.folder.read(tmp_path / "run").config, run=tmp_path / "again"))
+    assert outcome(tmp_path / "again") == outcome(tmp_path / "run")
+
+
+def test_a_cosine_keeps_the_steps_it_was_given(tmp_path, monkeypatch):
+    Clock(monkeypatch, lambda number: 1.0, timed=4.0)
+    assert train(toy_run(tmp_path, **BUDGET)).steps == steps_within(30, budget.measure(), toy_run(tmp_path, **BUDGET))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("step", [2, 11, 23, 26])
+def test_a_time_budget_cut_off_anywhere_resumes_as_a_run_of_fixed_steps(tmp_path, monkeypatch, step, number):
+    """Timed three times too slow, so that the first estimate of 10 steps is behind the run for most of it."""
+
+    class Killed(BaseException):
+        pass
+
+    def on_event(event):
+        if isinstance(event, Stepped) and event.row.step == step:
+            if number == signal.SIGKILL:
+                raise Killed
+            signal.raise_signal(number)
+
+    Clock(monkeypatch, lambda number: 1.0, timed=3.0)
+    config = toy_run(tmp_path, **BUDGET, schedule="trapezoid")
+    with contextlib.suppress(Killed):
+        assert train(config, on_event=on_event).interrupted == "SIGINT"
     monkeypatch.setattr(budget, "measure", lambda *arguments: pytest.fail("timed again"))
-    with pytest.raises(TrainError, match=r"started with max_minutes=1.0, not 2.0"):
-        train(toy_run(tmp_path, steps=None, max_minutes=2.0), resume=True)
-    result = train(toy_run(tmp_path, **changes), resume=True)
-    assert (result.step, result.steps) == (12, 12)
-    train(toy_run(tmp_path, "whole"))
-    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+    with pytest.raises(TrainError, match=r"max_minutes was 0.5, is 2.0"):
+        train(dataclasses.replace(config, max_minutes=2.0), resume=True)
+    with pytest.raises(TrainError, match=r"warmup_steps was 4, is 3"):
+        train(dataclasses.replace(config, warmup_steps=3), resume=True)
+    result = train(config, resume=True)
+    stored = loop.folder.read(config.run).config
+    assert result.step == result.steps == stored.steps
+    train(dataclasses.replace(stored, run=tmp_path / "again"))
+    assert outcome(tmp_path / "again") == outcome(tmp_path / "run")
 
 
 def test_steps_within_counts_evaluations_and_saves(tmp_path):

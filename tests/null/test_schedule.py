@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crucible.train.schedule import SCHEDULES, cooldown_steps, learning_rate, same_past
+from crucible.train.schedule import SCHEDULES, cooldown_steps, learning_rate, same_past, steps_falling_after
 
 
 def rates(schedule: str, steps: int, warmup_steps: int, peak: float = 1.0) -> list[float]:
@@ -80,6 +80,20 @@ def test_a_trapezoid_can_be_extended_until_it_goes_down():
     # The first step of the way down still has the peak.
     assert can_extend(going_down + 1)
     assert not can_extend(going_down + 2)
+
+
+@given(step=st.integers(1, 600), warmup_steps=st.integers(0, 600))
+@settings(max_examples=60, deadline=None)
+def test_the_shortest_trapezoid_still_at_its_peak(step, warmup_steps):
+    step = max(step, warmup_steps, 1)
+    shortest = steps_falling_after(step, warmup_steps=warmup_steps)
+    fitting = [
+        n for n in range(step + 1, 2 * step + 9) if n >= warmup_steps and n - cooldown_steps(n, warmup_steps) >= step
+    ]
+    assert shortest == min(fitting)
+    found = rates("trapezoid", shortest, warmup_steps)
+    assert found[step - 1] == 1.0
+    assert min(found[max(warmup_steps, 1) - 1 : step]) == 1.0
 
 
 def test_importing_the_schedule_and_config_needs_no_torch():

@@ -32,7 +32,6 @@ class Display:
         self.console = console or Console(stderr=True)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        self._steps = 0
         self._val_loss: float | None = None
         self._printed_at = float("-inf")
 
@@ -56,11 +55,10 @@ class Display:
 
     def _start(self, event: Started) -> None:
         config = event.config
-        self._steps = config.steps or 0
         tokens = config.windows_per_step * config.context_length
         self._print(
             f"{event.num_parameters / 1e6:.4g} M parameters on {event.device}, {event.dtype}; "
-            f"{self._steps} steps of {tokens:,} tokens into {config.run}"
+            f"{config.steps} steps of {tokens:,} tokens into {config.run}"
         )
         if event.first_step > 1:
             self._print(f"going on at step {event.first_step}")
@@ -68,7 +66,7 @@ class Display:
             self._progress = Progress(
                 BarColumn(bar_width=None), TextColumn("{task.description}"), console=self.console, expand=True
             )
-            self._task = self._progress.add_task("", total=self._steps, completed=event.first_step - 1)
+            self._task = self._progress.add_task("", total=config.steps, completed=event.first_step - 1)
             self._progress.start()
 
     def _step(self, event: Stepped) -> None:
@@ -76,11 +74,11 @@ class Display:
         if row.val_loss is not None:
             self._val_loss = row.val_loss
         if self._progress is not None and self._task is not None:
-            text = describe(row, steps=self._steps, val_loss=self._val_loss, seconds_left=event.seconds_left)
-            self._progress.update(self._task, completed=row.step, description=text)
+            text = describe(row, steps=event.steps, val_loss=self._val_loss, seconds_left=event.seconds_left)
+            self._progress.update(self._task, completed=row.step, total=event.steps, description=text)
         elif row.val_loss is not None or time.monotonic() - self._printed_at >= PLAIN_SECONDS:
             self._printed_at = time.monotonic()
-            self._print(describe(row, steps=self._steps, val_loss=row.val_loss, seconds_left=event.seconds_left))
+            self._print(describe(row, steps=event.steps, val_loss=row.val_loss, seconds_left=event.seconds_left))
 
     def _interrupting(self, signal: str) -> None:
         text = f"{signal}: finishing this step and saving; once more stops at once"

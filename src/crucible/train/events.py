@@ -30,6 +30,8 @@ class Stepped:
     """One update is done and its row is in log.csv."""
 
     row: LogRow
+    steps: int
+    """Steps of the whole run; under a time budget it moves until the rate begins to fall."""
     seconds_left: float | None
 
 

@@ -48,8 +48,9 @@ class StoredRun:
     """What config.json of an existing run says."""
 
     config: TrainConfig
-    max_minutes: float | None
-    """The time budget that `config.steps` was fixed from; None where the steps were given."""
+    """As it runs: `steps` is a number."""
+    asked: TrainConfig
+    """As it was asked for, with `max_minutes` where that was given instead."""
     data: dict[str, Any]
     environment: dict[str, Any]
 
@@ -104,7 +105,8 @@ def _lock(descriptor: int, run: Path) -> None:
 def create(config: TrainConfig, *, time_budget: Mapping[str, float] | None, inputs: Inputs, learner: Learner) -> None:
     """Writes tokenizer.json and, last, config.json, which makes the folder a run.
 
-    `time_budget` is `max_minutes` and the timings that `config.steps` was fixed from, None where steps were given.
+    `time_budget` is what was asked for (`max_minutes`, `warmup_steps`) and the timings that `config.steps` was first
+    estimated from, None where steps were given.
 
     Raises:
         TrainError: the folder cannot be written.
@@ -127,6 +129,15 @@ def create(config: TrainConfig, *, time_budget: Mapping[str, float] | None, inpu
         raise TrainError(f"cannot write into {config.run}: {error.strerror}") from error
 
 
+def update(config: TrainConfig) -> None:
+    """Puts a run's config into its config.json in place of the one there. Raises TrainError as `create`."""
+    path = config.run / CONFIG_FILE
+    try:
+        write_json(path, {**json.loads(path.read_bytes()), "train": config.to_dict()})
+    except OSError as error:
+        raise TrainError(f"cannot write {path}: {error.strerror}") from error
+
+
 def read(run: Path) -> StoredRun:
     """What an existing run was started with.
 
@@ -140,10 +151,13 @@ def read(run: Path) -> StoredRun:
         values = json.loads(path.read_bytes())
         if values.get("format") != FORMAT:
             raise TrainError(f"{path}: format {values.get('format')!r}, this version reads {FORMAT}")
-        budget = values["time_budget"]
+        config, budget = TrainConfig.from_dict(values["train"]), values["time_budget"]
+        asked = (
+            {} if budget is None else {key: budget[key] for key in ("max_minutes", "warmup_steps")} | {"steps": None}
+        )
         return StoredRun(
-            config=TrainConfig.from_dict(values["train"]),
-            max_minutes=None if budget is None else budget["max_minutes"],
+            config=config,
+            asked=dataclasses.replace(config, **asked),
             data=values["data"],
             environment=values["environment"],
         )

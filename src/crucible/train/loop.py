@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from crucible.train.inputs import Inputs
 from crucible.train.interrupt import Interrupt
 from crucible.train.metrics import DeviceMonitor, LogRow, LogWriter, Pace, SpeedWatch
 from crucible.train.optim import load_state_tensors, state_tensors
-from crucible.train.schedule import learning_rate
+from crucible.train.schedule import cooldown_steps, learning_rate, steps_falling_after
 from crucible.train.step import Learner, NonFiniteError
 
 _HARDWARE_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
@@ -123,6 +123,10 @@ class Trainer:
         self.val_loss: float | None = None
         self.best_step: int | None = None
         self.best_val_loss: float | None = None
+        # Under a time budget, until the length of the run is settled: when it should end, and how long ending takes.
+        self._deadline: float | None = None
+        self._ending_seconds = 0.0
+        self._stored_steps = 0
         self._stack = ExitStack()
 
     def close(self) -> None:
@@ -150,37 +154,39 @@ class Trainer:
         time_budget = None
         if self.config.max_minutes is not None:
             time_budget = self._fix_steps(began, self.config.max_minutes)
+        self._stored_steps = self._steps
         folder.create(self.config, time_budget=time_budget, inputs=self.inputs, learner=self.learner)
         self._open(None)
 
     def _fix_steps(self, began: float, max_minutes: float) -> dict[str, float]:
         timings = budget.measure(self.config, self.inputs, self.learner, self.validation)
         steps = budget.steps_within(60 * max_minutes - (time.monotonic() - began), timings, self.config)
-        self.config = self.config.with_steps(steps)
+        asked, self.config = self.config, self.config.with_steps(steps)
+        if asked.schedule == "trapezoid":
+            self._deadline = began + 60 * max_minutes
+            self._ending_seconds = timings.evaluation_seconds + timings.save_seconds
         self.emit(
             Notice(
                 f"{max_minutes:g} minutes are {steps} steps here: {1000 * timings.step_seconds:.4g} ms a step, "
                 f"{timings.evaluation_seconds:.3g} s an evaluation, {timings.save_seconds:.3g} s a save"
             )
         )
-        return {"max_minutes": max_minutes, **asdict(timings)}
+        return {"max_minutes": max_minutes, "warmup_steps": asked.warmup_steps, **asdict(timings)}
 
     def go_on(self, stored: folder.StoredRun) -> None:
         """The run that was `stored`, from its last checkpoint, or from its beginning where it has saved none."""
         config = self.config
-        if config.max_minutes is not None:
-            if config.max_minutes != stored.max_minutes:
-                raise TrainError(
-                    f"{config.run} was started with max_minutes={stored.max_minutes}, not {config.max_minutes}"
-                )
-            config = config.with_steps(stored.config.steps or 0)
         if self.inputs.identity != stored.data:
             raise TrainError(f"{config.data} does not hold the data that {config.run} was started with")
         checkpoint.repair(config.run)
         saved = None
         if (config.run / "checkpoints" / "last").exists():
             saved = checkpoint.load(checkpoint.resolve(config.run, "last"))
-        config.check_resume(stored.config, saved.state.step if saved else 0)
+        before = stored.asked if config.steps is None else stored.config
+        config.check_resume(before, saved.state.step if saved else 0)
+        if config.steps is None:
+            found = stored.config
+            config = replace(config, steps=found.steps, max_minutes=None, warmup_steps=found.warmup_steps)
         self.config = config
         for change in folder.what_changed(stored.environment, folder.environment(self.learner)):
             self.emit(Notice(f"the run goes on, but not bit for bit as it would have: {change}"))
@@ -226,7 +232,8 @@ class Trainer:
         while self.step < self._steps:
             began = time.perf_counter()
             row = self._take_step(monitor)
-            self.emit(Stepped(row=row, seconds_left=pace.seconds_left(self._steps - self.step)))
+            seconds_left = pace.seconds_left(self._steps - self.step)
+            self.emit(Stepped(row=row, steps=self._steps, seconds_left=seconds_left))
             change = watch.add(row)
             if change is not None:
                 self.emit(Notice(str(change)))
@@ -234,10 +241,34 @@ class Trainer:
             stop = interrupt.requested is not None
             if is_due or stop:
                 self._save(is_due)
-            if stop:
-                return
             step_seconds = row.ms_per_step / 1000
             pace.add(step_seconds, time.perf_counter() - began - step_seconds)
+            if self._deadline is not None:
+                self._fit_deadline(self._deadline, pace.seconds_per_step, is_last_chance=stop)
+            if stop:
+                return
+
+    def _fit_deadline(self, deadline: float, seconds_per_step: float, *, is_last_chance: bool) -> None:
+        """Makes a trapezoid as long as the time left allows, for good once its rate has to fall to end in time.
+
+        While the rate is at its peak the length changes nothing about the steps made. config.json always holds a length
+        under which that is so for the next step too, so that a kill leaves a run of a definite number of steps.
+        """
+        step, warmup_steps = self.step, self.config.warmup_steps
+        if step < warmup_steps or step == self._steps:
+            return
+        seconds = deadline - self._ending_seconds - time.monotonic()
+        shortest = steps_falling_after(step, warmup_steps=warmup_steps)
+        steps = max(shortest, step + int(seconds / seconds_per_step))
+        is_settled = steps == shortest
+        is_covered = step < self._stored_steps - cooldown_steps(self._stored_steps, warmup_steps)
+        self.config = replace(self.config, steps=steps)
+        if is_settled or is_last_chance or not is_covered:
+            folder.update(self.config)
+            self._stored_steps = steps
+        if is_settled:
+            self._deadline = None
+            self.emit(Notice(f"the rate falls from here on: {steps:,} steps in all"))
 
     def _take_step(self, monitor: DeviceMonitor) -> LogRow:
         """One update, the evaluation if it is due, and their row in the log."""

@@ -275,6 +275,9 @@ class Pace:
 
     def seconds_left(self, steps_left: int) -> float | None:
         """Estimated seconds for that many steps more; None before the first."""
-        if not self._steps:
-            return None
-        return steps_left * (statistics.median(self._recent) + self._others / self._steps)
+        return None if not self._steps else steps_left * self.seconds_per_step
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Of one step more. Raises StatisticsError before the first."""
+        return statistics.median(self._recent) + self._others / self._steps

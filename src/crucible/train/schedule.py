@@ -42,6 +42,16 @@ def cooldown_steps(steps: int, warmup_steps: int) -> int:
     return max(1, min(round(COOLDOWN_FRACTION * steps), steps - warmup_steps))
 
 
+def steps_falling_after(step: int, *, warmup_steps: int) -> int:
+    """The number of steps of the shortest trapezoid that is still at the peak at `step`, and falls from there on."""
+    steps = max(step + 1, warmup_steps)
+    if step > warmup_steps:  # then no warm-up shortens the way down, and all but its rounding is known
+        steps = max(steps, int(step / (1 - COOLDOWN_FRACTION)) - 1)
+    while steps - cooldown_steps(steps, warmup_steps) < step:
+        steps += 1
+    return steps
+
+
 def same_past(step: int, *, schedule: Schedule, warmup_steps: int, old_steps: int, new_steps: int) -> bool:
     """Whether the first `step` updates have the same rates in a run of `old_steps` as in one of `new_steps`.
 
