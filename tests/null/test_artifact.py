@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cells import all_cells, toy
+from cells import LINEAR, LLAMA3, all_cells, toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crucible.config import PRESETS, ModelConfig
+from crucible.config import PRESETS, ModelConfig, RopeScaling
 from crucible.engine.artifact import (
     ArtifactError,
     Generation,
@@ -71,6 +71,22 @@ def test_config_round_trip_over_numbers(
 def test_config_round_trip_of_presets_through_a_file(name: str, tmp_path: Path) -> None:
     put(tmp_path, "config.json", to_json(PRESETS[name]))
     assert read_config(tmp_path) == PRESETS[name]
+
+
+@pytest.mark.parametrize("axes", [{}, {"norm": "layernorm"}], ids=["llama axes", "other axes"])
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["", "qk_norm"])
+@pytest.mark.parametrize("biases", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize("scaling", [None, LINEAR, LLAMA3], ids=["", "linear", "llama3"])
+def test_config_round_trip_of_what_models_of_others_have(
+    axes: Json, qk_norm: bool, biases: tuple[bool, bool], scaling: Any
+) -> None:
+    config = toy(**axes, qk_norm=qk_norm, qkv_bias=biases[0], o_bias=biases[1], rope_scaling=scaling)
+    values = to_json(config)
+    of_llama = {(False, False): "llama", (True, True): "llama", (True, False): "qwen2", (False, True): "crucible"}
+    of_qwen3 = {(False, False): "qwen3", (True, True): "qwen3"}
+    kind = "crucible" if axes else (of_qwen3 if qk_norm else of_llama).get(biases, "crucible")
+    assert values["model_type"] == kind
+    assert config_from_json(values, "x") == config
 
 
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("f32", "float32"), ("f16", "float16"), ("bf16", "bfloat16")])
@@ -133,6 +149,117 @@ def test_a_published_config_reads() -> None:
     )
 
 
+LLAMA32: Json = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+QWEN25: Json = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "initializer_range": 0.02,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.1",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3: Json = {
+    **{key: value for key, value in QWEN25.items() if key != "architectures"},
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_window_layers": 28,
+    "num_hidden_layers": 28,
+    "sliding_window": None,
+    "rope_scaling": None,
+}
+"""Written from the published files' keys and sizes."""
+
+
+def test_other_families_read() -> None:
+    llama = config_from_json(LLAMA32, "x")
+    assert llama.rope_scaling == RopeScaling(
+        kind="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
+    assert (llama.qkv_bias, llama.o_bias, llama.qk_norm, llama.num_parameters()) == (False, False, False, 1235814400)
+    qwen2 = config_from_json(QWEN25, "x")
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm, qwen2.num_parameters()) == (True, False, False, 494032768)
+    qwen3 = config_from_json(QWEN3, "x")
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm, qwen3.head_dim) == (False, False, True, 128)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"use_sliding_window": True}, "sliding_window=32768 from layer 21 of 24 on"),
+        ({"use_sliding_window": True, "max_window_layers": 24}, None),
+        ({"use_sliding_window": True, "sliding_window": None}, None),
+        ({"use_sliding_window": True, "max_window_layers": None}, "sliding_window=32768 from layer None of 24 on"),
+        ({"use_sliding_window": "no"}, "use_sliding_window must be true, false or null, not 'no'"),
+        ({"layer_types": ["full_attention"] * 24}, None),
+        ({"layer_types": ["full_attention"] * 23 + ["sliding_attention"]}, "is not supported; only full_attention"),
+        ({"layer_types": ["full_attention"]}, "is not supported; only full_attention"),
+        ({"attention_bias": True}, "unknown key: 'attention_bias'"),
+        ({"use_mrope": True}, "use_mrope=True is not supported"),
+    ],
+    ids=str,
+)
+def test_windows_are_refused_where_they_are_used(changes: Json, refused: str | None) -> None:
+    if refused is None:
+        assert config_from_json(QWEN25 | changes, "x") == config_from_json(QWEN25, "x")
+        return
+    with pytest.raises(ArtifactError, match=f"^x: .*{re.escape(refused)}"):
+        config_from_json(QWEN25 | changes, "x")
+
+
 @pytest.mark.parametrize(
     "rope",
     [
@@ -148,6 +275,20 @@ def test_a_published_config_reads() -> None:
 )
 def test_rope_theta_is_found_where_either_transformers_puts_it(rope: Json) -> None:
     assert config_from_json(changed(drop=("rope_theta",)) | rope, "x").rope_theta == 500.0
+
+
+@pytest.mark.parametrize(
+    ("rope", "scaling"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 4}}, LINEAR),
+        ({"rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 4.0}}, LINEAR),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, LINEAR),
+        ({"rope_parameters": {"rope_type": "default"}}, None),
+    ],
+    ids=str,
+)
+def test_rope_scaling_is_found_where_either_transformers_puts_it(rope: Json, scaling: Any) -> None:
+    assert config_from_json(changed(**rope), "x").rope_scaling == scaling
 
 
 @pytest.mark.parametrize("absent", [{}, {"head_dim": None}])
@@ -203,8 +344,14 @@ def test_a_missing_axis_is_named(key: str) -> None:
 
 
 REFUSED: dict[str, tuple[Json, str]] = {
-    "no model_type": (changed(drop=("model_type",)), "model_type must be llama or crucible, not None"),
-    "another model": (changed(model_type="gpt2"), "model_type must be llama or crucible, not 'gpt2'"),
+    "no model_type": (
+        changed(drop=("model_type",)),
+        "model_type must be one of llama, qwen2, qwen3, crucible, not None",
+    ),
+    "another model": (
+        changed(model_type="gpt2"),
+        "model_type must be one of llama, qwen2, qwen3, crucible, not 'gpt2'",
+    ),
     "a list of models": (changed(model_type=["llama"]), "model_type must be"),
     "unknown key": (changed(sliding_window=4096), "unknown key: 'sliding_window'"),
     "unknown keys": (changed(b=1, a=2), "unknown keys: 'a', 'b'"),
@@ -213,17 +360,47 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "remote code": (changed(auto_map={"AutoConfig": "x.Y"}), "unknown key: 'auto_map'"),
     "several missing": (changed(drop=("hidden_size", "vocab_size")), "missing keys: vocab_size, hidden_size"),
     "not a decoder": (changed(architectures=["LlamaForSequenceClassification"]), "architectures must be"),
-    "attention bias": (changed(attention_bias=True), "attention_bias=True is not supported; only False is"),
+    "bias not a flag": (changed(attention_bias="yes"), "attention_bias must be true, false or null, not 'yes'"),
+    "our key in a Llama": (changed(qkv_bias=True), "unknown key: 'qkv_bias'"),
+    "a Llama's key in ours": (changed(toy(norm="layernorm"), attention_bias=True), "unknown key: 'attention_bias'"),
     "mlp bias": (changed(mlp_bias=True), "mlp_bias=True is not supported"),
     "dropout": (changed(attention_dropout=0.1), "attention_dropout=0.1 is not supported"),
     "interleaved": (changed(rope_interleaved=True), "rope_interleaved=True is not supported"),
     "partial rotary": (changed(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported"),
-    "llama3 scaling": (
+    "llama3 without all of it": (
         changed(rope_scaling={"factor": 32.0, "rope_type": "llama3", "high_freq_factor": 4.0}),
-        "rope_scaling.rope_type='llama3' is not supported; only 'default' is",
+        "rope_scaling: missing keys: low_freq_factor, original_max_position_embeddings",
     ),
-    "old scaling": (changed(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling.type='linear' is not"),
+    "dynamic": (
+        changed(rope_scaling={"type": "dynamic", "factor": 2.0}),
+        "rope_scaling.type='dynamic' is not supported; only default, linear, llama3 are",
+    ),
     "yarn": (changed(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "rope_parameters.rope_type='yarn'"),
+    "longrope": (changed(rope_scaling={"rope_type": "longrope"}), "rope_scaling.rope_type='longrope' is not"),
+    "mrope": (changed(rope_scaling={"type": "mrope", "mrope_section": [16]}), "rope_scaling.type='mrope' is not"),
+    "a type that is a list": (changed(rope_scaling={"type": ["linear"]}), "rope_scaling.type=['linear'] is not"),
+    "two types": (
+        changed(rope_scaling={"type": "linear", "rope_type": "default", "factor": 2.0}),
+        "rope_scaling.rope_type=default and type=linear disagree",
+    ),
+    "two scalings": (
+        changed(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default"}),
+        "rope_parameters and rope_scaling disagree",
+    ),
+    "linear by nothing": (changed(rope_scaling={"type": "linear"}), "rope_scaling: missing keys: factor"),
+    "linear by zero": (changed(rope_scaling={"type": "linear", "factor": 0}), "rope_scaling.factor must be a positive"),
+    "attention factor": (
+        changed(rope_scaling={"type": "linear", "factor": 2.0, "attention_factor": 2.0}),
+        "rope_scaling: unknown keys: 'attention_factor'",
+    ),
+    "llama3 upside down": (
+        changed(rope_scaling={**LLAMA32["rope_scaling"], "low_freq_factor": 5.0}),
+        "rope_scaling.low_freq_factor=5.0 must be below high_freq_factor=4.0",
+    ),
+    "scaling without rope": (
+        changed(toy(pos_encoding="alibi"), rope_scaling={"type": "linear", "factor": 2.0}),
+        "rope_scaling needs pos_encoding='rope'",
+    ),
     "rope with a factor": (changed(rope_scaling={"rope_type": "default", "factor": 2}), "rope_scaling: unknown keys"),
     "rope per layer type": (
         changed(rope_parameters={"full_attention": {"rope_theta": 1e4}}),
@@ -275,12 +452,16 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=5,
 )
+ROPE_BLOCKS = st.dictionaries(
+    st.sampled_from([*LLAMA32["rope_scaling"], "type", "rope_theta"]),
+    VALUES | st.sampled_from(["linear", "llama3", 1.0, 4.0, 32]),
+)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
-    st.sampled_from([toy(), toy(norm="layernorm", activation="gelu")]),
-    st.dictionaries(st.sampled_from([*to_json(toy(norm="layernorm")), "rope_scaling", "eos_token_id"]), VALUES),
+    st.sampled_from([toy(), toy(norm="layernorm", activation="gelu"), toy(qkv_bias=True), toy(rope_scaling=LLAMA3)]),
+    st.dictionaries(st.sampled_from([*to_json(toy(norm="layernorm")), *QWEN3]), VALUES | ROPE_BLOCKS),
     st.sets(st.sampled_from(sorted(to_json(toy()))), max_size=2),
 )
 def test_any_config_is_read_or_refused(config: ModelConfig, changes: Json, dropped: set[str]) -> None:

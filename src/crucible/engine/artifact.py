@@ -1,8 +1,8 @@
 """The configuration files of an artifact, read without torch: config.json and generation_config.json.
 
-config.json has the names of Hugging Face's Llama configuration. `model_type` "llama" is a model that `transformers`
-can load; "crucible" has the same keys and the five architecture axes. Nothing about the computation is guessed: a key
-that it needs and that is missing is an error, and so is a key whose meaning is not known here.
+config.json has the names of Hugging Face's Llama configuration. `model_type` "llama", "qwen2" and "qwen3" are models
+that `transformers` can load; "crucible" has the same keys and the five architecture axes. Nothing about the computation
+is guessed: a key that it needs and that is missing is an error, and so is a key whose meaning is not known here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from crucible.config import AXES, MAX_VOCAB_SIZE, ConfigError, ModelConfig, attention_kind
+from crucible.config import AXES, MAX_VOCAB_SIZE, ConfigError, ModelConfig, RopeScaling, attention_kind
 from crucible.engine.quant import CHUNK
 from crucible.engine.safetensors_file import ArtifactError, parse_json_object, shown
 
@@ -62,11 +62,32 @@ _DERIVABLE: Final = ("head_dim", "rope_theta", *_ROPE_BLOCKS)
 _HIDDEN_ACTS: Final = {"swiglu": "silu", "gelu": "gelu_pytorch_tanh"}
 """hidden_act by activation: a SwiGLU's gate is SiLU (Shazeer 2020), GELU is the tanh form."""
 
-_ARCHITECTURES: Final = {"llama": "LlamaForCausalLM", "crucible": "CrucibleForCausalLM"}
+_ARCHITECTURES: Final = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "crucible": "CrucibleForCausalLM",
+}
+
+_OPTIONAL: Final[Mapping[str, tuple[str, ...]]] = {
+    "llama": ("attention_bias",),
+    "qwen2": ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+    "qwen3": ("attention_bias", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+    "crucible": ("qkv_bias", "o_bias", "qk_norm"),
+}
+"""Keys that only some types have; absent and null mean no bias, no norm of heads and no window."""
+
+_SCALING_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""Keys of a block of rope parameters, by its type. The other types of `transformers` depend on the current length
+("dynamic", "longrope") or scale attention too ("yarn"), and are refused."""
 
 _NEUTRAL: Final[Mapping[str, Any]] = {
-    "attention_bias": False,
     "mlp_bias": False,
+    "use_mrope": False,
     "attention_dropout": 0,
     "rope_interleaved": False,
     "partial_rotary_factor": 1,
@@ -145,18 +166,22 @@ def config_from_json(values: Mapping[str, Any], source: Path | str) -> ModelConf
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
-        raise ArtifactError(f"{source}: model_type must be {' or '.join(_ARCHITECTURES)}, not {shown(model_type)}")
+        raise ArtifactError(f"{source}: model_type must be one of {', '.join(_ARCHITECTURES)}, not {shown(model_type)}")
     axes = tuple(AXES) if model_type == "crucible" else ()
-    _check_keys(values, axes, source)
+    _check_keys(values, axes, _OPTIONAL[model_type], source)
     _check_neutral(values, model_type, source)
     _is_int8(values, source)
     sizes = {key: _size(values, key, source) for key in _SIZES}
+    _check_windows(values, sizes["num_hidden_layers"], source)
+    rope_theta, rope_scaling = _rope(values, source)
     fields: dict[str, Any] = {
         **sizes,
         "head_dim": _head_dim(values, sizes, source),
         "tie_word_embeddings": values["tie_word_embeddings"],
-        "rope_theta": _rope_theta(values, source),
+        "rope_theta": rope_theta,
+        "rope_scaling": rope_scaling,
         "norm_eps": _number(values["rms_norm_eps"], "rms_norm_eps", source),
+        **_attention_extras(values, model_type, source),
     }
     if axes:
         fields |= {axis: values[axis] for axis in axes}
@@ -182,10 +207,13 @@ def config_to_json(
     rope_theta stands at the top level, where every version of `transformers` reads it. Only the name of a head
     grouping can get lost: one head is mha and mqa at once, and a Llama configuration has no key for the name.
     """
-    model_type = "llama" if config.is_llama and dtype != "int8" else "crucible"
+    model_type = "crucible" if dtype == "int8" else _model_type(config)
     values: dict[str, Any] = {"architectures": [_ARCHITECTURES[model_type]], "model_type": model_type}
     if model_type == "crucible":
         values |= {axis: getattr(config, axis) for axis in AXES}
+        values |= {key: True for key in _OPTIONAL["crucible"] if getattr(config, key)}
+    elif model_type != "qwen2":
+        values["attention_bias"] = config.o_bias
     values |= {key: getattr(config, key) for key in _SIZES}
     values |= {
         "head_dim": config.head_dim,
@@ -193,13 +221,26 @@ def config_to_json(
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
         "tie_word_embeddings": config.tie_word_embeddings,
-        "attention_bias": False,
         "mlp_bias": False,
         "torch_dtype": "float32" if dtype == "int8" else _TORCH_DTYPES[dtype],
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
     }
+    if (scaling := config.rope_scaling) is not None:
+        block = {key: getattr(scaling, key) for key in _SCALING_KEYS[scaling.kind]}
+        values["rope_scaling"] = {"rope_type": scaling.kind, **block}
     return values | ({_QUANTIZATION: dict(INT8_CONFIG)} if dtype == "int8" else {})
+
+
+def _model_type(config: ModelConfig) -> str:
+    """The type of `transformers` that computes this, or "crucible"."""
+    if config.is_llama:
+        return "llama"
+    if config.has_llama_axes and config.qk_norm and config.qkv_bias == config.o_bias:
+        return "qwen3"
+    if config.has_llama_axes and not config.qk_norm and config.qkv_bias:
+        return "qwen2"
+    return "crucible"
 
 
 def read_generation(folder: Path) -> Generation:
@@ -240,9 +281,11 @@ def generation_to_json(generation: Generation) -> dict[str, Any]:
 # ---- one check per kind of key --------------------------------------------------------------------------------
 
 
-def _check_keys(values: Mapping[str, Any], axes: tuple[str, ...], source: Path | str) -> None:
-    known = {"model_type", "architectures", *_REQUIRED, *_DERIVABLE, *_NEUTRAL, *_INERT, *_SPECIAL_IDS, *axes}
-    known.add(_QUANTIZATION)
+def _check_keys(
+    values: Mapping[str, Any], axes: tuple[str, ...], optional: tuple[str, ...], source: Path | str
+) -> None:
+    known = {"model_type", "architectures", *_REQUIRED, *_DERIVABLE, *_NEUTRAL, *_INERT, *_SPECIAL_IDS}
+    known |= {_QUANTIZATION, *axes, *optional}
     unknown = sorted(values.keys() - known)
     if unknown:
         raise ArtifactError(f"{source}: unknown key{'s' * (len(unknown) > 1)}: {', '.join(map(shown, unknown))}")
@@ -273,6 +316,38 @@ def _is_int8(values: Mapping[str, Any], source: Path | str) -> bool:
     return True
 
 
+def _check_windows(values: Mapping[str, Any], num_layers: int, source: Path | str) -> None:
+    """Every layer attends to all positions before it: Qwen's files mention windows that they do not use."""
+    kinds = values.get("layer_types")
+    if kinds is not None and kinds != ["full_attention"] * num_layers:
+        raise ArtifactError(f"{source}: layer_types={shown(kinds)} is not supported; only full_attention layers are")
+    if not _flag(values, "use_sliding_window", source) or values.get("sliding_window") is None:
+        return
+    first = values.get("max_window_layers")
+    if type(first) is not int or first < num_layers:
+        raise ArtifactError(
+            f"{source}: sliding_window={shown(values['sliding_window'])} from layer {shown(first)} of {num_layers} on "
+            "(max_window_layers) is not supported; only attention to all positions is"
+        )
+
+
+def _attention_extras(values: Mapping[str, Any], model_type: str, source: Path | str) -> dict[str, bool]:
+    """qkv_bias, o_bias and qk_norm: which of them a type has, or which key says so."""
+    if model_type == "crucible":
+        return {key: _flag(values, key, source) for key in _OPTIONAL["crucible"]}
+    if model_type == "qwen2":
+        return {"qkv_bias": True}
+    bias = _flag(values, "attention_bias", source)
+    return {"qkv_bias": bias, "o_bias": bias, "qk_norm": model_type == "qwen3"}
+
+
+def _flag(values: Mapping[str, Any], key: str, source: Path | str) -> bool:
+    value = values.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ArtifactError(f"{source}: {key} must be true, false or null, not {shown(value)}")
+    return bool(value)
+
+
 def _size(values: Mapping[str, Any], key: str, source: Path | str) -> int:
     value = values[key]
     if type(value) is not int or value < 1:
@@ -299,28 +374,56 @@ def _number(value: Any, key: str, source: Path | str) -> float:
     return float(value)
 
 
-def _rope_theta(values: Mapping[str, Any], source: Path | str) -> float:
-    """RoPE's base, from the top level (transformers 4) or the block of rope parameters (5), which must agree."""
-    found = {"rope_theta": values["rope_theta"]} if values.get("rope_theta") is not None else {}
+def _rope(values: Mapping[str, Any], source: Path | str) -> tuple[float, RopeScaling | None]:
+    """RoPE's base, from the top level (transformers 4) or a block of rope parameters (5), and the block's scaling.
+
+    What is said twice must agree.
+    """
+    thetas = {"rope_theta": values["rope_theta"]} if values.get("rope_theta") is not None else {}
+    scalings = {}
     for name in _ROPE_BLOCKS:
         block = values.get(name)
         if block is None:
             continue
         if not isinstance(block, dict):
             raise ArtifactError(f"{source}: {name} must be an object or null, not {shown(block)}")
-        for key in ("rope_type", "type"):
-            if block.get(key, "default") != "default":
-                raise ArtifactError(f"{source}: {name}.{key}={shown(block[key])} is not supported; only 'default' is")
-        if block.get("partial_rotary_factor", 1) != 1:
-            raise ArtifactError(f"{source}: {name}.partial_rotary_factor must be 1")
-        unknown = sorted(block.keys() - {"rope_theta", "rope_type", "type", "partial_rotary_factor"})
-        if unknown:
-            raise ArtifactError(f"{source}: {name}: unknown keys: {', '.join(map(shown, unknown))}")
+        scalings[name] = _scaling(block, name, source)
         if "rope_theta" in block:
-            found[f"{name}.rope_theta"] = block["rope_theta"]
-    if not found:
+            thetas[f"{name}.rope_theta"] = block["rope_theta"]
+    if not thetas:
         raise ArtifactError(f"{source}: missing key: rope_theta")
-    thetas = {_number(value, key, source) for key, value in found.items()}
-    if len(thetas) > 1:
-        raise ArtifactError(f"{source}: {' and '.join(f'{key}={value}' for key, value in found.items())} disagree")
-    return thetas.pop()
+    theta, *others = {_number(value, key, source) for key, value in thetas.items()}
+    if others:
+        raise ArtifactError(f"{source}: {' and '.join(f'{key}={value}' for key, value in thetas.items())} disagree")
+    if len(set(scalings.values())) > 1:
+        raise ArtifactError(f"{source}: {' and '.join(scalings)} disagree")
+    return theta, next(iter(scalings.values()), None)
+
+
+def _scaling(block: Mapping[str, Any], name: str, source: Path | str) -> RopeScaling | None:
+    kinds = {key: block[key] for key in ("rope_type", "type") if key in block} or {"rope_type": "default"}
+    for key, kind in kinds.items():
+        if not isinstance(kind, str) or kind not in _SCALING_KEYS:
+            raise ArtifactError(
+                f"{source}: {name}.{key}={shown(kind)} is not supported; only {', '.join(_SCALING_KEYS)} are"
+            )
+    kind, *others = set(kinds.values())
+    if others:
+        raise ArtifactError(f"{source}: {name}.rope_type={kinds['rope_type']} and type={kinds['type']} disagree")
+    if block.get("partial_rotary_factor", 1) != 1:
+        raise ArtifactError(f"{source}: {name}.partial_rotary_factor must be 1")
+    keys = _SCALING_KEYS[kind]
+    unknown = sorted(block.keys() - {"rope_theta", "rope_type", "type", "partial_rotary_factor", *keys})
+    if unknown:
+        raise ArtifactError(f"{source}: {name}: unknown keys: {', '.join(map(shown, unknown))}")
+    missing = [key for key in keys if key not in block]
+    if missing:
+        raise ArtifactError(f"{source}: {name}: missing keys: {', '.join(missing)}")
+    if kind == "default":
+        return None
+    fields = {key: block[key] for key in keys}
+    fields |= {key: _number(block[key], f"{name}.{key}", source) for key in keys if key.endswith("factor")}
+    try:
+        return RopeScaling(kind=kind, **fields)
+    except ConfigError as error:
+        raise ArtifactError(f"{source}: {error}") from None
