@@ -9,22 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from crucible.config import ModelConfig
+from crucible.engine.host_backend import Span
 from crucible.engine.reference import ops
 from crucible.engine.reference.attention import attend
-from crucible.engine.reference.cache import PagedCache, Pages
+from crucible.engine.reference.cache import PagedCache
 from crucible.engine.reference.ops import F32, F64
 from crucible.engine.reference.positions import alibi_slopes, rotate
 from crucible.engine.rope import rope_table
 from crucible.errors import CrucibleError
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Consecutive rows of one request: positions `start` to `start` + `length` - 1."""
-
-    page_table: Pages
-    start: int
-    length: int
 
 
 @dataclass(frozen=True, slots=True)
