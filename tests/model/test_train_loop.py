@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -228,7 +229,10 @@ def test_a_trapezoid_extended_in_time_equals_one_that_was_long_from_the_start(tm
     long = {"schedule": "trapezoid", "steps": 16}
     train(toy_run(tmp_path, "long", **long))
     train(toy_run(tmp_path, "short", schedule="trapezoid"), on_event=raise_at(9))
-    train(toy_run(tmp_path, "short", **long), resume=True)
+    train(toy_run(tmp_path, "short", **long), on_event=raise_at(11), resume=True)
+    extended = loop.folder.read(tmp_path / "short").config
+    assert extended == toy_run(tmp_path, "short", **long)
+    train(extended, resume=True)
     assert outcome(tmp_path / "short") == outcome(tmp_path / "long")
 
 
@@ -430,6 +434,9 @@ def test_another_environment_is_allowed_and_told(tmp_path):
     notices = [event.text for event in events if isinstance(event, Notice)]
     assert any("threads was 64, is 1" in text for text in notices)
     assert any("torch was 2.11.0" in text for text in notices)
+    (noted,) = json.loads(path.read_text())["resumed_in"]
+    assert noted["after_step"] == 5
+    assert noted["environment"]["threads"] == 1
 
 
 def test_only_one_process_trains_in_a_run(tmp_path):
@@ -465,6 +472,12 @@ def test_a_token_that_the_shards_do_not_promise_is_found(tmp_path):
         content = bytearray(path.read_bytes())
         content[12:16] = bytes(4)
         path.write_bytes(content)
+    only_val = toy_run(tmp_path, "other", model=toy(vocab_size=60), data=tmp_path / "only-val")
+    shutil.copytree(config.data, only_val.data)
+    for number in range(2):
+        write_shard(only_val.data / f"train_00000{number}.bin", np.arange(50), vocab_size=60)
+    with pytest.raises(TrainError, match=r"only-val holds token 6\d"):
+        train(only_val)
     with pytest.raises(TrainError, match=r"data holds token 6\d, the model's vocab_size is 60"):
         train(config)
     train(toy_run(tmp_path, "fits", steps=2, warmup_steps=0))

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from safetensors import SafetensorError
+
 from crucible.data.loader import Batch
 from crucible.train import checkpoint
+from crucible.train.checkpoint import CheckpointError
 from crucible.train.config import TrainConfig
 from crucible.train.inputs import Inputs
 from crucible.train.optim import state_tensors
@@ -35,7 +38,11 @@ class Timings:
 def measure(config: TrainConfig, inputs: Inputs, learner: Learner, validation: Sequence[Batch]) -> Timings:
     """Times a run's own work and then puts the learner back to where it starts.
 
-    The updates see the run's first batches over and over and have a rate of 0. Raises as they do (out of memory, ...).
+    The updates see the run's first batches over and over and have a rate of 0.
+
+    Raises:
+        CheckpointError: there is no room for a checkpoint.
+        TrainError, torch.OutOfMemoryError: as in the run.
     """
     with inputs.loader(config, prefetch=0) as loader:
         batches = [loader.next_batch() for _ in range(config.grad_accumulation)]
@@ -59,8 +66,11 @@ def measure(config: TrainConfig, inputs: Inputs, learner: Learner, validation: S
 
     began = time.monotonic()
     scratch = config.run / ".timing"
+    shutil.rmtree(scratch, ignore_errors=True)
     try:
         checkpoint.write_tensors(scratch, learner.model.state_dict(), state_tensors(learner.model, learner.optimizer))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot save into {config.run}: {error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     save_seconds = time.monotonic() - began

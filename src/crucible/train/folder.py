@@ -123,17 +123,25 @@ def create(config: TrainConfig, *, time_budget: Mapping[str, float] | None, inpu
                 "num_parameters": config.model.num_parameters(),
                 "data": inputs.identity,
                 "environment": environment(learner),
+                "resumed_in": [],
             },
         )
     except OSError as error:
         raise TrainError(f"cannot write into {config.run}: {error.strerror}") from error
 
 
-def update(config: TrainConfig) -> None:
-    """Puts a run's config into its config.json in place of the one there. Raises TrainError as `create`."""
+def update(config: TrainConfig, *, after_step: int = 0, environment: Mapping[str, Any] | None = None) -> None:
+    """Puts a run's config into its config.json in place of the one there.
+
+    `environment` is the one that the steps after `after_step` are made in, noted where it is not the run's first.
+    Raises TrainError as `create`.
+    """
     path = config.run / CONFIG_FILE
     try:
-        write_json(path, {**json.loads(path.read_bytes()), "train": config.to_dict()})
+        values = json.loads(path.read_bytes()) | {"train": config.to_dict()}
+        if environment is not None:
+            values["resumed_in"] += [{"after_step": after_step, "environment": environment}]
+        write_json(path, values)
     except OSError as error:
         raise TrainError(f"cannot write {path}: {error.strerror}") from error
 

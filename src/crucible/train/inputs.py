@@ -83,6 +83,9 @@ class Inputs:
         """The windows that every evaluation uses, [B, T] each; rows that fill up the last batch are all padding.
 
         A random sample without repetition of about `config.eval_tokens` tokens, or the whole split.
+
+        Raises:
+            TrainError: as `check_vocabulary`.
         """
         width = config.context_length
         available = sum(-(-(Shard.open(path).num_tokens - 1) // width) for path in self.val)
@@ -94,6 +97,7 @@ class Inputs:
             for done in range(0, wanted, config.batch_size):
                 tokens_BT, targets_BT = loader.next_batch()
                 targets_BT[wanted - done :] = PAD_TARGET
+                self.check_vocabulary((tokens_BT, targets_BT), config)
                 batches.append((tokens_BT, targets_BT))
         return batches
 

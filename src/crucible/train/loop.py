@@ -65,6 +65,7 @@ def train(config: TrainConfig, *, resume: bool = False, on_event: OnEvent | None
     On the CPU, with the same number of threads, a run interrupted and resumed any number of times, by Ctrl-C, SIGTERM
     or a kill at any moment, ends with the same bits as one left alone: parameters, optimizer, and log.csv but for its
     timings. The first SIGINT or SIGTERM finishes the step, saves and returns; the second acts as it would without us.
+    torch's own generators are seeded with `config.seed`, or set to where the checkpoint left them.
 
     Args:
         config: see `TrainConfig`.
@@ -76,7 +77,8 @@ def train(config: TrainConfig, *, resume: bool = False, on_event: OnEvent | None
         ConfigError: the config asks for what this machine lacks.
         DataError, TrainError: data, run folder, config and checkpoint contradict one another, a loss or gradient is
             not finite, or memory runs out; the message names the remedy. Checkpoints saved before are intact.
-        CheckpointError: a checkpoint cannot be read or written (disk full); those saved before are intact.
+        CheckpointError, LogError: a checkpoint or the log cannot be read or written (disk full); checkpoints saved
+            before are intact.
     """
     began = time.monotonic()
     emit: OnEvent = on_event or (lambda event: None)
@@ -188,9 +190,13 @@ class Trainer:
             found = stored.config
             config = replace(config, steps=found.steps, max_minutes=None, warmup_steps=found.warmup_steps)
         self.config = config
-        for change in folder.what_changed(stored.environment, folder.environment(self.learner)):
-            self.emit(Notice(f"the run goes on, but not bit for bit as it would have: {change}"))
         self._open(saved)
+        environment = folder.environment(self.learner)
+        changes = folder.what_changed(stored.environment, environment)
+        for change in changes:
+            self.emit(Notice(f"the run goes on, but not bit for bit as it would have: {change}"))
+        if changes or config != stored.config:
+            folder.update(config, after_step=self.step, environment=environment if changes else None)
 
     def _open(self, saved: Checkpoint | None) -> None:
         """Brings learner, counters, loader and log to where `saved` stands, or to the beginning."""
