@@ -21,7 +21,7 @@ from crucible.engine.backend import (
     decode,
     prefill,
 )
-from crucible.engine.request import FinishReason, RequestError, SamplingParams
+from crucible.engine.request import FinishReason, RequestError, SamplingParams, checked_limit, checked_prompt
 
 PREFILL_ROWS: Final = 256
 """Prompt tokens per step: bounds memory and answers an interrupt on any prompt. No result depends on it."""
@@ -66,12 +66,16 @@ def generate(
         RequestError: at the call, not at the first token: the prompt is empty, holds an id that the model does not
             have, or does not fit the context with max_tokens; n is not 1; or the parameters do not fit the model.
     """
-    limit = _checked_limit(backend, prompt_ids, params)
-    params.check_vocabulary(backend.config.vocab_size)
+    config = backend.config
+    ids = checked_prompt(prompt_ids, config.vocab_size)
+    if params.n != 1:
+        raise RequestError(f"n must be 1 here, not {params.n}; run each of the parameters' choices() by itself")
+    limit = checked_limit(len(ids), params.max_tokens, config.max_position_embeddings)
+    params.check_vocabulary(config.vocab_size)
     spec = SlotSpec(
         page_table=_pages(backend, limit),
         limit=limit,
-        prompt_ids=tuple(prompt_ids),
+        prompt_ids=ids,
         params=params,
         end_ids=params.end_ids(eos_ids),
     )
@@ -113,7 +117,7 @@ def logits(backend: Backend, ids: Sequence[int]) -> npt.NDArray[np.float32]:
     Raises:
         RequestError: `ids` is empty, longer than the context, or holds an id that the model does not have.
     """
-    _check_prompt(backend, ids)
+    ids = checked_prompt(ids, backend.config.vocab_size)
     if len(ids) > backend.config.max_position_embeddings:
         raise RequestError(f"{len(ids)} tokens do not fit the context of {backend.config.max_position_embeddings}")
     pages = _pages(backend, len(ids))
@@ -128,30 +132,6 @@ def logits(backend: Backend, ids: Sequence[int]) -> npt.NDArray[np.float32]:
         return np.concatenate(chunks)
     finally:
         backend.close_slot(0)
-
-
-def _checked_limit(backend: Backend, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-    """Tokens of prompt and output together, after the checks that `generate` documents."""
-    _check_prompt(backend, prompt_ids)
-    if params.n != 1:
-        raise RequestError(f"n must be 1 here, not {params.n}; run each of the parameters' choices() by itself")
-    limit, context = len(prompt_ids) + params.max_tokens, backend.config.max_position_embeddings
-    if limit > context:
-        raise RequestError(
-            f"the prompt's {len(prompt_ids)} tokens and max_tokens={params.max_tokens} do not fit "
-            f"the context of {context}"
-        )
-    return limit
-
-
-def _check_prompt(backend: Backend, ids: Sequence[int]) -> None:
-    if not ids:
-        raise RequestError("the prompt is empty; at least one token is needed")
-    for token_id in ids:
-        if not 0 <= token_id < backend.config.vocab_size:
-            raise RequestError(
-                f"the prompt has token id {token_id}; the model's are 0 to {backend.config.vocab_size - 1}"
-            )
 
 
 def _pages(backend: Backend, num_positions: int) -> tuple[int, ...]:
