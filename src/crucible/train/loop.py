@@ -191,6 +191,8 @@ class Trainer:
             config = replace(config, steps=found.steps, max_minutes=None, warmup_steps=found.warmup_steps)
         self.config = config
         self._open(saved)
+        if self.step == self._steps:
+            return
         environment = folder.environment(self.learner)
         changes = folder.what_changed(stored.environment, environment)
         for change in changes:
@@ -220,6 +222,9 @@ class Trainer:
     def run(self, interrupt: Interrupt) -> None:
         """Step after step until the last, or until a signal asks for an end; saves before it returns."""
         learner = self.learner
+        if self.step == self._steps:
+            self.emit(Notice(f"all {self._steps:,} steps of {self.config.run} are done"))
+            return
         self.emit(
             Started(
                 config=self.config,
