@@ -38,7 +38,7 @@ EXTRAS = {
     "data": "crucible prepare from the Hugging Face hub, .parquet and .zst",
     "cpu": "the fast CPU backend that is to come",
     "cuda": "the CUDA backend that is to come",
-    "demo": "a small instruct model, to be loaded in time to come",
+    "gguf": "quantised .gguf files, smollm2 among them",
     "dev": "make test and make check",
 }
 """What each extra of pyproject.toml is for."""

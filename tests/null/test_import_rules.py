@@ -17,10 +17,34 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "crucible"
 
-HEAVY = ("torch", "numba", "cuda", "matplotlib", "textual", "datasets", "pyarrow", "pandas", "transformers", "pynvml")
+HEAVY = (
+    "torch",
+    "numba",
+    "cuda",
+    "matplotlib",
+    "textual",
+    "datasets",
+    "pyarrow",
+    "pandas",
+    "transformers",
+    "pynvml",
+    "gguf",
+)
 """Heavy or optional: loaded only by the function that needs them."""
 
-WITHOUT_TORCH = ("cli", "config", "data", "doctor", "engine", "errors", "hardware", "llm", "tokenizer")
+WITHOUT_TORCH = (
+    "cli",
+    "config",
+    "data",
+    "doctor",
+    "engine",
+    "errors",
+    "gguf",
+    "hardware",
+    "llm",
+    "models",
+    "tokenizer",
+)
 """What works, module by module, where nothing heavy is installed."""
 
 ROOT_VERSION = "crucible.__version__"

@@ -100,7 +100,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._data = _map_file(path)
+        self._data = map_file(path)
         tensors, self.metadata = parse_header(self._data, path)
         self.tensors: Mapping[str, TensorInfo] = tensors
 
@@ -196,7 +196,7 @@ def parse_json_object(text: bytes, source: Path | str) -> dict[str, Any]:
     return value
 
 
-def _map_file(path: Path) -> bytes | mmap.mmap:
+def map_file(path: Path) -> bytes | mmap.mmap:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
