@@ -188,13 +188,13 @@ class Engine:
     def _submit(self, plan: Plan) -> _Flight:
         for admission in plan.admissions:
             self._open(admission)
-        requests = [self._requests[rows.request_id] for rows in plan.rows]
-        segments = tuple(map(_segment, requests, plan.rows))
-        scored = [sum(kind >= 0 for kind in segment.kinds) for segment in segments]
+        work = [(self._requests[rows.request_id], rows) for rows in plan.rows]
         return _Flight(
-            ticket=self.backend.submit(StepPlan(segments)),
-            drawers=tuple(request for request, rows in zip(requests, plan.rows, strict=True) if rows.draws),
-            scorers=tuple((request, count) for request, count in zip(requests, scored, strict=True) if count),
+            ticket=self.backend.submit(StepPlan(tuple(_segment(request, rows) for request, rows in work))),
+            drawers=tuple(request for request, rows in work if rows.draws),
+            scorers=tuple(
+                (request, len(_scored(request, rows))) for request, rows in work if request.params.prompt_logprobs
+            ),
         )
 
     def _open(self, admission: Admission) -> None:
@@ -245,12 +245,15 @@ class Engine:
 
 def _segment(request: _Request, rows: Rows) -> Segment:
     """Rows as a backend takes them: ids of the prompt, or the token drawn last; and what is asked of their logits."""
-    end = rows.start + rows.length
     if rows.start >= len(request.prompt_ids):
         return decode(rows.slot, rows.start)
-    if request.params.prompt_logprobs:
-        # Each row scores the token after it, which may belong to the next chunk.
-        kinds = request.prompt_ids[rows.start + 1 : end + 1]
-    else:
-        kinds = (NONE,) * (rows.length - rows.draws)
-    return Segment(rows.slot, rows.start, kinds + (SAMPLE,) * rows.draws, request.prompt_ids[rows.start : end])
+    ids = request.prompt_ids[rows.start : rows.start + rows.length]
+    kinds = _scored(request, rows) or (NONE,) * (rows.length - rows.draws)
+    return Segment(rows.slot, rows.start, kinds + (SAMPLE,) * rows.draws, ids)
+
+
+def _scored(request: _Request, rows: Rows) -> tuple[int, ...]:
+    """Tokens whose log-probability the rows give: the one after each row, also where it belongs to the next chunk."""
+    if not request.params.prompt_logprobs:
+        return ()
+    return request.prompt_ids[rows.start + 1 : rows.start + rows.length + 1]
