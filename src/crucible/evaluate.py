@@ -34,6 +34,7 @@ from crucible.engine.quant import WEIGHT_FORMATS, WeightFormat, dense
 from crucible.engine.reference.rounding import ROUNDINGS, Rounding, rounded_backend
 from crucible.engine.request import SamplingParams
 from crucible.errors import CrucibleError
+from crucible.models import resolve
 from crucible.tokenizer import Tokenizer
 
 F64: TypeAlias = npt.NDArray[np.float64]
@@ -252,14 +253,12 @@ def evaluate_model(
         EvaluationError: as `evaluate`; also an unknown or repeated variant, or one that the backend cannot do.
         CrucibleError: the model or the text cannot be read.
     """
-    from crucible.models import resolve
-
     names = _checked_variants(variants, backend)
     if num_tokens < 1:
         raise EvaluationError(f"the number of tokens must be at least 1, not {num_tokens}")
     loaded = resolve(model)
     config, tokenizer = loaded.config, loaded.tokenizer
-    tokens = read_tokens(data, tokenizer, num_tokens)
+    tokens = read_tokens(data, tokenizer, num_tokens, prefix_ids=loaded.prefix_ids)
     if context is None:
         context = min(DEFAULT_CONTEXT, config.max_position_embeddings)
     num_slots = DECODE_WINDOWS if path == "decode" else 1
@@ -289,13 +288,15 @@ def _checked_variants(variants: Sequence[str], backend: str) -> tuple[Variant, .
 # ---- held-out tokens ------------------------------------------------------------------------------------------------
 
 
-def read_tokens(data: str | Path, tokenizer: Tokenizer, num_tokens: int) -> Ids:
+def read_tokens(data: str | Path, tokenizer: Tokenizer, num_tokens: int, *, prefix_ids: Sequence[int] = ()) -> Ids:
     """The first tokens of a text: so many to score and one before them, fewer where there are no more.
 
     Args:
         data: a shard (.bin); a prepared folder, whose validation shards are taken; else any source of text that
-            `crucible prepare` reads, whose documents are encoded with an end-of-text before each.
+            `crucible prepare` reads.
         tokenizer: the model's. A shard that names another is refused.
+        num_tokens: tokens to score.
+        prefix_ids: what the model knows to stand before each document of a text; by default an end-of-text.
 
     Raises:
         DataError: there is nothing to read, a shard is malformed, or it was made by another tokenizer.
@@ -306,7 +307,7 @@ def read_tokens(data: str | Path, tokenizer: Tokenizer, num_tokens: int) -> Ids:
     elif (path / "meta.json").is_file():
         found = _shard_tokens(list_shards(path, "val"), tokenizer, wanted)
     else:
-        found = _text_tokens(str(data), tokenizer, wanted)
+        found = _text_tokens(str(data), tokenizer, prefix_ids or (tokenizer.eot_id,), wanted)
     if len(found) < 2:
         raise DataError(f"{data}: {len(found)} tokens are too few to predict one from another")
     return found
@@ -327,10 +328,10 @@ def _shard_tokens(paths: Iterable[Path], tokenizer: Tokenizer, wanted: int) -> I
     return np.concatenate(parts)
 
 
-def _text_tokens(name: str, tokenizer: Tokenizer, wanted: int) -> Ids:
+def _text_tokens(name: str, tokenizer: Tokenizer, prefix_ids: Sequence[int], wanted: int) -> Ids:
     ids: list[int] = []
     for document in documents(name):
-        ids += [tokenizer.eot_id, *tokenizer.encode(document.utf8.decode("utf-8", errors="replace"))]
+        ids += [*prefix_ids, *tokenizer.encode(document.utf8.decode("utf-8", errors="replace"))]
         if len(ids) >= wanted:
             break
     return np.array(ids[:wanted], dtype=np.int64)

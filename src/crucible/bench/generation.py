@@ -1,0 +1,291 @@
+"""`crucible bench decode` and `crucible bench prefill`: tokens per second of one backend beside the machine's ceiling.
+
+Decode is bound by memory: every step reads all weights once, and each request's keys and values. Prefill is bound by
+arithmetic. A ceiling divides what a probe measured in the same rounds by the bytes or operations that the work cannot
+do without; an engine that moves or computes more falls short of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+import numpy as np
+
+from crucible.bench.harness import BenchError, BenchReport, Key, Row, Samples, interleave, load_average
+from crucible.bench.probes import matmul_flops, read_bandwidth
+from crucible.config import ModelConfig
+from crucible.engine.backend import PAGE_SIZE, Backend
+from crucible.engine.backends import make_backend, resolve_backend
+from crucible.engine.engine import Engine
+from crucible.engine.quant import WeightFormat, chunk_size, is_matrix, num_chunks
+from crucible.engine.request import SamplingParams
+from crucible.hardware import cpu
+from crucible.models import resolve
+
+OnRound = Callable[[int, int], None]
+
+_PROMPT_SEED: Final = 20240520
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model in a backend, ready to be measured; `backend_name` and `weight_format` are for the report."""
+
+    name: str
+    backend: Backend
+    backend_name: str
+    weight_format: WeightFormat
+
+
+def bench_decode(
+    model: str | Path,
+    *,
+    backend: str = "auto",
+    weight_format: WeightFormat = "int8",
+    batches: Sequence[int] = (1,),
+    prompt_tokens: int = 512,
+    new_tokens: int = 128,
+    rounds: int = 5,
+    on_round: OnRound | None = None,
+) -> BenchReport:
+    """Tokens per second of greedy decoding, all requests of a batch together, after prompts of random ids.
+
+    The clock runs from the step that gave the last of the first tokens to the step that gave the last of all.
+
+    Args:
+        model: as for `crucible.LLM`.
+        backend: as for `engine.backends.make_backend`.
+        weight_format: what matrices are held in.
+        batches: requests at once; a row each.
+        prompt_tokens: tokens of each prompt.
+        new_tokens: tokens drawn by each request, at least 2.
+        rounds: rounds that count, after one that does not.
+        on_round: called after each round with the rounds done and their number.
+
+    Raises:
+        BenchError: a number is out of range, or the engine gave other tokens than were asked for.
+        CrucibleError: the model cannot be loaded.
+    """
+    subject = _load(model, backend, weight_format, max(batches, default=0), prompt_tokens + new_tokens)
+    return measure_decode(
+        subject,
+        batches=batches,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        rounds=rounds,
+        on_round=on_round,
+    )
+
+
+def bench_prefill(
+    model: str | Path,
+    *,
+    backend: str = "auto",
+    weight_format: WeightFormat = "int8",
+    shapes: Sequence[tuple[int, int]] = ((1, 512),),
+    rounds: int = 5,
+    on_round: OnRound | None = None,
+) -> BenchReport:
+    """Prompt tokens per second, from the first step to the one that gave the last of the first tokens.
+
+    Args:
+        model, backend, weight_format, rounds, on_round: as for `bench_decode`.
+        shapes: for each row the number of prompts and the tokens of each.
+
+    Raises:
+        BenchError, CrucibleError: as `bench_decode`.
+    """
+    requests = max((requests for requests, _ in shapes), default=0)
+    subject = _load(model, backend, weight_format, requests, 1 + max((tokens for _, tokens in shapes), default=0))
+    return measure_prefill(subject, shapes=shapes, rounds=rounds, on_round=on_round)
+
+
+def measure_decode(
+    subject: Subject,
+    *,
+    batches: Sequence[int],
+    prompt_tokens: int,
+    new_tokens: int,
+    rounds: int,
+    on_round: OnRound | None = None,
+) -> BenchReport:
+    """`bench_decode` of a model that is loaded."""
+    config, name = subject.backend.config, subject.name
+    if new_tokens < 2:
+        raise BenchError(f"decoding needs at least 2 new tokens, not {new_tokens}")
+    for batch in batches:
+        _check(subject.backend, batch, prompt_tokens, new_tokens)
+
+    def decode(batch: int) -> Callable[[], dict[Key, float]]:
+        def measure() -> dict[Key, float]:
+            _, seconds = run_engine(subject.backend, batch, prompt_tokens, new_tokens)
+            return {(name, f"decode@b{batch}"): batch * (new_tokens - 1) / seconds}
+
+        return measure
+
+    threads = cpu().usable_cores
+    read = read_bandwidth(threads)
+    variants: dict[str, Callable[[], dict[Key, float]]] = {"read": lambda: {("memory", "read"): read() / 1e9}}
+    variants |= {f"b{batch}": decode(batch) for batch in batches}
+    samples, load = _measure(variants, rounds, on_round)
+    bandwidth = 1e9 * median(samples["memory", "read"])
+    weights = step_bytes(config, subject.weight_format)
+    # A request reads on average the keys and values of its prompt and of half of what it draws, in f32.
+    cache = config.kv_bytes_per_token(4) * (prompt_tokens + new_tokens / 2)
+    ceilings = {("memory", "read"): None} | {
+        (name, f"decode@b{batch}"): batch * bandwidth / (weights + batch * cache) for batch in batches
+    }
+    return BenchReport(
+        bench="decode",
+        backend=f"{subject.backend_name} {subject.weight_format}",
+        model=name,
+        threads=threads,
+        rows=_rows(samples, ceilings, {"read": "GB/s"}),
+        notes=(
+            f"after {prompt_tokens} prompt tokens, {new_tokens} drawn by each request; a step reads "
+            f"{weights / 1e6:.1f} MB of weights and on average {cache / 1e6:.1f} MB of keys and values per request",
+        ),
+        load=load,
+    )
+
+
+def measure_prefill(
+    subject: Subject, *, shapes: Sequence[tuple[int, int]], rounds: int, on_round: OnRound | None = None
+) -> BenchReport:
+    """`bench_prefill` of a model that is loaded."""
+    config, name = subject.backend.config, subject.name
+    for requests, tokens in shapes:
+        _check(subject.backend, requests, tokens, 1)
+
+    def prefill(requests: int, tokens: int) -> Callable[[], dict[Key, float]]:
+        def measure() -> dict[Key, float]:
+            seconds, _ = run_engine(subject.backend, requests, tokens, 1)
+            return {(name, f"prefill@{requests}x{tokens}"): requests * tokens / seconds}
+
+        return measure
+
+    threads = cpu().usable_cores
+    flops = matmul_flops(threads)
+    variants: dict[str, Callable[[], dict[Key, float]]] = {"matmul": lambda: {("numpy", "f32 matmul"): flops() / 1e9}}
+    variants |= {f"{requests}x{tokens}": prefill(requests, tokens) for requests, tokens in shapes}
+    samples, load = _measure(variants, rounds, on_round)
+    rate = 1e9 * median(samples["numpy", "f32 matmul"])
+    ceilings = {("numpy", "f32 matmul"): None} | {
+        (name, f"prefill@{requests}x{tokens}"): tokens * rate / prompt_flops(config, tokens)
+        for requests, tokens in shapes
+    }
+    return BenchReport(
+        bench="prefill",
+        backend=f"{subject.backend_name} {subject.weight_format}",
+        model=name,
+        threads=threads,
+        rows=_rows(samples, ceilings, {"f32 matmul": "GFLOP/s"}),
+        notes=("the ceiling is the work of the prompt's matrix products at the rate of numpy's f32 product",),
+        load=load,
+    )
+
+
+def run_engine(backend: Backend, requests: int, prompt_tokens: int, new_tokens: int) -> tuple[float, float]:
+    """Run greedy requests with prompts of random ids to their end: seconds to the last of the first tokens, and after.
+
+    Raises:
+        BenchError: a request drew another number of tokens than `new_tokens`.
+    """
+    engine = Engine(backend)
+    rng = np.random.default_rng(_PROMPT_SEED)
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+    for request in range(requests):
+        engine.add(request, rng.integers(backend.config.vocab_size, size=prompt_tokens).tolist(), params)
+    drawn = [0] * requests
+    began = time.perf_counter()
+    first = None
+    while engine.has_work:
+        for event in engine.step():
+            assert isinstance(event.request_id, int)
+            drawn[event.request_id] += event.token_id is not None
+        if first is None and all(drawn):
+            first = time.perf_counter()
+    ended = time.perf_counter()
+    if first is None or drawn != [new_tokens] * requests:
+        raise BenchError(f"{requests} requests were to draw {new_tokens} tokens each and drew {drawn}")
+    return first - began, ended - first
+
+
+def step_bytes(config: ModelConfig, weight_format: WeightFormat) -> int:
+    """Bytes of weights that a decode step reads: every tensor once, of an untied embedding next to nothing."""
+    total = 0
+    for name, shape in config.tensor_shapes().items():
+        if name == "model.embed_positions.weight" or (
+            name == "model.embed_tokens.weight" and not config.tie_word_embeddings
+        ):
+            continue
+        if not is_matrix(name) or weight_format == "f32":
+            total += 4 * int(np.prod(shape))
+        elif weight_format == "f16":
+            total += 2 * shape[0] * shape[1] + 4 * shape[0]
+        else:
+            total += shape[0] * shape[1] + 4 * shape[0] * num_chunks(shape[1], chunk_size(config, name))
+    return total
+
+
+def prompt_flops(config: ModelConfig, tokens: int) -> int:
+    """Operations of a prompt's matrix products: attention causal, the output projection for the last token alone."""
+    head = 2 * config.vocab_size * config.hidden_size
+    return tokens * config.flops_per_token(tokens // 2, backward=False) - (tokens - 1) * head
+
+
+def _load(model: str | Path, backend: str, weight_format: WeightFormat, requests: int, positions: int) -> Subject:
+    loaded = resolve(str(model))
+    if positions > loaded.config.max_position_embeddings:
+        raise BenchError(f"{positions} tokens do not fit the context of {loaded.config.max_position_embeddings}")
+    held = make_backend(
+        backend,
+        loaded.config,
+        loaded.weights,
+        weight_format=weight_format,
+        num_slots=max(1, requests),
+        num_pages=max(1, requests) * -(-positions // PAGE_SIZE),
+    )
+    return Subject(loaded.name, held, resolve_backend(backend), weight_format)
+
+
+def _check(backend: Backend, requests: int, prompt_tokens: int, new_tokens: int) -> None:
+    """Raises BenchError where the requests cannot all run at once."""
+    if requests < 1 or prompt_tokens < 1 or new_tokens < 1:
+        raise BenchError(f"{requests} requests of {prompt_tokens} + {new_tokens} tokens are not work to measure")
+    positions = prompt_tokens + new_tokens
+    if positions > backend.config.max_position_embeddings:
+        raise BenchError(f"{positions} tokens do not fit the context of {backend.config.max_position_embeddings}")
+    pages = requests * -(-positions // PAGE_SIZE)
+    if requests > backend.num_slots or pages > backend.num_pages:
+        raise BenchError(
+            f"{requests} requests at once take {requests} slots and {pages} pages; the backend has "
+            f"{backend.num_slots} and {backend.num_pages}"
+        )
+
+
+def _measure(
+    variants: dict[str, Callable[[], dict[Key, float]]], rounds: int, on_round: OnRound | None
+) -> tuple[Samples, tuple[float, float]]:
+    before = load_average()
+    samples = interleave(variants, rounds, on_round=on_round)
+    return samples, (before, load_average())
+
+
+def _rows(samples: Samples, ceilings: dict[Key, float | None], units: dict[str, str]) -> tuple[Row, ...]:
+    """Rows of tokens per second, and those of the probes, whose units are given by metric."""
+    return tuple(
+        Row(
+            name=name,
+            metric=metric,
+            unit=units.get(metric, "tok/s"),
+            values=tuple(values),
+            ceiling=ceilings[name, metric],
+        )
+        for (name, metric), values in samples.items()
+    )
