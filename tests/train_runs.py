@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from cells import toy
 
 from crucible.data.shards import write_shard
 from crucible.train.config import TrainConfig
+from crucible.train.events import Event, OnEvent, Stepped
 from crucible.train.metrics import read_log
 
 VOCAB = 67
@@ -54,6 +56,16 @@ def toy_run(folder: Path, name: str = "run", **changes: Any) -> TrainConfig:
         "dtype": "f32",
     }
     return TrainConfig(**{**values, **changes})
+
+
+def raise_at(*steps: int, number: signal.Signals = signal.SIGINT) -> OnEvent:
+    """An `on_event` that gets a real signal raised as soon as one of `steps` is logged."""
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, Stepped) and event.row.step in steps:
+            signal.raise_signal(number)
+
+    return on_event
 
 
 def outcome(run: Path) -> dict[str, Any]:

@@ -196,7 +196,7 @@ class Trainer:
         environment = folder.environment(self.learner)
         changes = folder.what_changed(stored.environment, environment)
         for change in changes:
-            self.emit(Notice(f"the run goes on, but not bit for bit as it would have: {change}"))
+            self.emit(Notice(f"the run goes on, perhaps not bit for bit as it would have: {change}"))
         if changes or config != stored.config:
             folder.update(config, after_step=self.step, environment=environment if changes else None)
 
