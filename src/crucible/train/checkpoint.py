@@ -131,7 +131,8 @@ def repair(run: Path) -> None:
 def _tidy(run: Path) -> None:
     """Makes links and folders what the newest complete checkpoint says."""
     checkpoints = run / "checkpoints"
-    saved = sorted(p for p in _children(checkpoints) if _STEP_FOLDER.fullmatch(p.name) and not p.is_symlink())
+    saved = [path for path in _children(checkpoints) if _STEP_FOLDER.fullmatch(path.name)]
+    saved.sort(key=lambda path: int(path.name.removeprefix("step-")))
     if saved:
         state, _ = _read_state(saved[-1])
         _point(checkpoints / "last", saved[-1].name)
