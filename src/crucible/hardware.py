@@ -11,13 +11,14 @@ import os
 import platform
 import re
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from crucible.files import write_json
 
 ROOT = Path("/")
 """Where /proc, /sys and /dev are looked for; tests pass a folder of their own."""
@@ -365,11 +366,7 @@ def save_measured_peak_flops(
         flops = {}
     flops[dtype] = {"flops_per_s": flops_per_s, "power_limit_w": power_limit_w, "sm_clock_mhz": sm_clock_mhz}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
-        json.dump({"device": device_name, "flops": flops}, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    Path(file.name).replace(path)
+    write_json(path, {"device": device_name, "flops": flops})
     return path
 
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crucible.data.shards import DataError, Shard, ShardWriter, list_shards, partial_path, write_shard
+from crucible.data.shards import DataError, Shard, ShardWriter, list_shards, write_shard
+from crucible.files import partial_path
 
 ID = hashlib.sha256(b"tokenizer").digest()[:8]
 

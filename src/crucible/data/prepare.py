@@ -20,9 +20,10 @@ import crucible
 from crucible.data.encode import Batch, Ids, encode_in_order
 from crucible.data.progress import OnProgress, Progress, Stage
 from crucible.data.recipe import META, PROGRESS, TOKENIZER, Notes, Recipe, check_text, clear, find_earlier, save
-from crucible.data.shards import TOKENIZER_ID_BYTES, DataError, Shard, write_file
+from crucible.data.shards import TOKENIZER_ID_BYTES, DataError, Shard
 from crucible.data.sources import Document, Source, open_source, read_all
 from crucible.data.split import SPLITS, SplitWriter, document_key, sample, shard_path, split_of
+from crucible.files import write_file
 from crucible.tokenizer import Tokenizer, parse_train_spec
 
 _BATCH_BYTES: Final = 2**18

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from crucible.data.shards import MAX_SHARD_TOKENS, DataError, write_file
+from crucible.data.shards import MAX_SHARD_TOKENS, DataError
+from crucible.files import write_file
 from crucible.tokenizer import parse_train_spec
 
 META: Final = "meta.json"

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crucible.errors import CrucibleError
+from crucible.files import partial_path, sync_folder
 
 MAGIC: Final = 20240520
 HEADER_BYTES: Final = 1024
@@ -193,28 +194,3 @@ def write_shard(path: Path, tokens: npt.ArrayLike, *, vocab_size: int, tokenizer
     """Writes a whole shard at once. Raises DataError as `ShardWriter` does."""
     with ShardWriter(path, vocab_size=vocab_size, tokenizer_id=tokenizer_id) as writer:
         writer.append(tokens)
-
-
-def partial_path(path: Path) -> Path:
-    """Where a file is written until it is whole."""
-    return path.with_name(f".{path.name}.partial")
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Writes a small file so that a reader, or a machine that loses power, sees the old content or the new."""
-    partial = partial_path(path)
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

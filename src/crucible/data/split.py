@@ -11,7 +11,8 @@ from typing import Any, Final, Literal
 
 import numpy.typing as npt
 
-from crucible.data.shards import Shard, ShardWriter, partial_path
+from crucible.data.shards import Shard, ShardWriter
+from crucible.files import partial_path
 
 Split = Literal["train", "val"]
 SPLITS: Final[tuple[Split, ...]] = ("train", "val")

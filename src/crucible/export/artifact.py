@@ -29,9 +29,9 @@ from crucible.engine.weights import INDEX_NAME, WEIGHTS_NAME
 from crucible.export.names import to_artifact
 from crucible.export.target import check_target, new_artifact
 from crucible.export.verify import Verification, verify, verify_engine
+from crucible.files import write_json
 from crucible.tokenizer import Tokenizer
 from crucible.train.checkpoint import Checkpoint, Which, load, resolve
-from crucible.train.files import write_json
 from crucible.train.folder import CONFIG_FILE
 from crucible.train.folder import read as read_run
 

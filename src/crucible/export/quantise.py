@@ -34,7 +34,7 @@ from crucible.engine.quant import Int8Weight, Weight, convert, dense
 from crucible.engine.reference import ReferenceBackend
 from crucible.engine.weights import SCALES, WEIGHTS_NAME, load_stored_weights, load_weights
 from crucible.export.target import check_target, new_artifact
-from crucible.train.files import write_json
+from crucible.files import write_json
 
 KEPT_FILES: Final = (TOKENIZER_NAME, TOKENIZER_CONFIG_NAME, "chat_template.jinja")
 """What is copied as it is, where it is there."""

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from crucible.data.shards import sync_folder
 from crucible.engine.artifact import CONFIG_NAME, PROVENANCE_NAME, ArtifactError
-from crucible.train.files import sync_file
+from crucible.files import sync_file, sync_folder
 
 
 @contextmanager

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from crucible.files import write_file
 from crucible.tokenizer.byte_level import gpt2_document, parse_train_spec, train_document, well_formed
 from crucible.tokenizer.ordinary import ordinary_encoder
 from crucible.tokenizer.pieces import read_decoder
@@ -193,15 +193,7 @@ class Tokenizer:
         path = Path(path)
         if path.is_dir():
             path = path / FILE_NAME
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                file.write(self.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_file(path, self.to_json())
 
     def __repr__(self) -> str:
         return f"Tokenizer(vocab_size={self.vocab_size}, sha256={self.sha256.hex()[:16]})"

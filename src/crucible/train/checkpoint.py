@@ -28,9 +28,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from crucible.config import ConfigError, ModelConfig
-from crucible.data.shards import sync_folder
 from crucible.errors import CrucibleError
-from crucible.train.files import replace_link, sync_file, write_json
+from crucible.files import replace_link, sync_file, sync_folder, write_json
 
 Which = Literal["best", "last"]
 

@@ -25,9 +25,8 @@ import torch
 import crucible
 from crucible import hardware
 from crucible.config import ConfigError
-from crucible.data.shards import write_file
+from crucible.files import write_file, write_json
 from crucible.train.config import TrainConfig, TrainError
-from crucible.train.files import write_json
 from crucible.train.inputs import Inputs
 from crucible.train.step import Learner
 

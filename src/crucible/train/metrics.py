@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from crucible import hardware
-from crucible.data.shards import write_file
 from crucible.errors import CrucibleError
+from crucible.files import write_file
 
 SAMPLE_SECONDS: Final = 1.0
 """Power limit and clock are asked for at most this often; a row carries the latest answer."""

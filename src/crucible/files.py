@@ -7,7 +7,25 @@ import os
 from pathlib import Path
 from typing import Any
 
-from crucible.data.shards import sync_folder, write_file
+
+def partial_path(path: Path) -> Path:
+    """Where a file is written until it is whole."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Replaces a file by one rename, its bytes on disk before that; a failure leaves the old one. Raises OSError."""
+    partial = partial_path(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -28,3 +46,12 @@ def sync_file(path: Path) -> None:
     """Waits until the bytes of a file that others wrote are on disk. Raises OSError."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames in a folder durable. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
