@@ -17,6 +17,7 @@ import pytest
 from cells import toy
 from toy_weights import toy_weights
 
+from crucible.engine import runner
 from crucible.engine.backend import NONE, PlanError, Segment, SlotSpec, StepPlan, Ticket, decode, prefill
 from crucible.engine.backends import make_backend
 from crucible.engine.engine import Engine
@@ -244,6 +245,15 @@ def test_logits_that_nobody_asks_for_and_steps_read_late_change_no_token(served:
     found = validator.serve(served.requests, chunk=80, budget=300, look_ahead=look_ahead, watched=False)
     assert found == served.tokens
     assert validator.tally.differing == 0
+
+
+def test_the_engine_draws_what_recomputing_everything_draws(served: Served) -> None:
+    """The slow twin: one request at a time, for each token the whole sequence from position 0."""
+    backend = served.validator.witness.backend
+    for request, tokens in zip(served.requests, served.tokens, strict=True):
+        if len(request.prompt_ids) <= 65:
+            found = runner.generate(backend, request.prompt_ids, request.params, eos_ids=(), use_cache=False)
+            assert tuple(token.token_id for token in found) == tokens
 
 
 def test_an_end_id_changes_nothing_before_it(served: Served) -> None:
