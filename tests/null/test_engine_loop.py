@@ -360,8 +360,10 @@ def test_after_a_failing_backend_the_rest_can_be_cancelled(fails: str, monkeypat
         patch.setattr(backend, fails, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             session.engine.step()
-    for name in ("a", "b"):
-        session.cancel(name)
+        session.cancel("a")
+        with pytest.raises((ZeroDivisionError, PlanError)):
+            session.engine.step()
+    session.cancel("b")
     session.settle()
     session.add("c", range(9), LONG)
     session.settle()
@@ -490,3 +492,9 @@ def test_an_id_in_use_is_refused() -> None:
 def test_options_are_checked(option: str) -> None:
     with pytest.raises(CrucibleError, match=f"{option} must be at least"):
         Engine(NullBackend(), **{option: -1})
+
+
+@pytest.mark.parametrize("eos_id", [-1, VOCAB_SIZE])
+def test_end_of_text_ids_are_the_model_s(eos_id: int) -> None:
+    with pytest.raises(CrucibleError, match=f"end-of-text id {eos_id} is not one of the model's, 0 to 66"):
+        Engine(NullBackend(), eos_ids=(3, eos_id))

@@ -98,7 +98,7 @@ class Engine:
             while the host reads, and events come that many steps later. No token depends on it.
 
     Raises:
-        CrucibleError: a number is out of range.
+        CrucibleError: a number is out of range, or the model does not have one of eos_ids.
     """
 
     def __init__(
@@ -112,6 +112,9 @@ class Engine:
     ) -> None:
         if look_ahead < 0:
             raise CrucibleError(f"look_ahead must be at least 0, not {look_ahead}")
+        vocab_size = backend.config.vocab_size
+        if unknown := [token_id for token_id in eos_ids if not 0 <= token_id < vocab_size]:
+            raise CrucibleError(f"end-of-text id {unknown[0]} is not one of the model's, 0 to {vocab_size - 1}")
         self.backend = backend
         self.eos_ids = tuple(eos_ids)
         self.look_ahead = look_ahead
@@ -169,15 +172,16 @@ class Engine:
         An exception of the backend goes through. Requests that were under way then cannot go on, but they can be
         cancelled, after which the engine serves others.
         """
-        events, self._cancelled = self._cancelled, []
         plan = self.scheduler.plan()
         if plan.rows:
             self._flights.append(self._submit(plan))
+        events: list[Event] = []
         if self._flights and (len(self._flights) > self.look_ahead or not plan.rows):
-            events += self._read(self._flights.popleft())
+            events = self._read(self._flights.popleft())
         if not self._requests:
             self._settle()
-        return events
+        cancelled, self._cancelled = self._cancelled, []
+        return cancelled + events
 
     def _settle(self) -> None:
         """Nobody is left: wait for rows of requests that have ended, and audit slots and pages."""
