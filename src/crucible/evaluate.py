@@ -258,11 +258,12 @@ def evaluate_model(
         raise EvaluationError(f"the number of tokens must be at least 1, not {num_tokens}")
     loaded = resolve(model)
     config, tokenizer = loaded.config, loaded.tokenizer
-    tokens = read_tokens(data, tokenizer, num_tokens, prefix_ids=loaded.prefix_ids)
     if context is None:
         context = min(DEFAULT_CONTEXT, config.max_position_embeddings)
+    _check_context(context, config.max_position_embeddings)
+    tokens = read_tokens(data, tokenizer, num_tokens, prefix_ids=loaded.prefix_ids)
     num_slots = DECODE_WINDOWS if path == "decode" else 1
-    sizes = {"num_slots": num_slots, "num_pages": num_slots * _num_pages(max(1, context))}
+    sizes = {"num_slots": num_slots, "num_pages": num_slots * _num_pages(context)}
     plain = {key: dense(weight) for key, weight in loaded.weights.items()} if set(names) & set(ROUNDINGS) else {}
     backends: dict[str, Backend] = {}
     for name in names:
@@ -405,10 +406,7 @@ def _checked(
         raise EvaluationError(f"tokens must be a flat list of at least 2 ids, not of shape {list(ids_N1.shape)}")
     for name, backend in backends.items():
         config = backend.config
-        if not 1 <= context <= config.max_position_embeddings:
-            raise EvaluationError(
-                f"{name}: the window must be from 1 to the context of {config.max_position_embeddings}, not {context}"
-            )
+        _check_context(context, config.max_position_embeddings)
         if _num_pages(context) > backend.num_pages:
             raise EvaluationError(
                 f"{name}: a window of {context} takes {_num_pages(context)} pages, it has {backend.num_pages}"
@@ -417,6 +415,11 @@ def _checked(
             if not 0 <= token < config.vocab_size:
                 raise EvaluationError(f"{name}: token {token} is outside the model's vocabulary of {config.vocab_size}")
     return ids_N1
+
+
+def _check_context(context: int, longest: int) -> None:
+    if not 1 <= context <= longest:
+        raise EvaluationError(f"the window must be from 1 to the context of {longest}, not {context}")
 
 
 def _check_finite(names: Sequence[str], losses_EN: F64, targets: npt.NDArray[np.intp]) -> None:

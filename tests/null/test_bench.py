@@ -226,7 +226,7 @@ def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
     spec = EngineSpec(engine="crucible", model=str(tmp_path / "none"), format="f32", threads=1, context=40)
     with (
         EngineProcess(spec) as process,
-        pytest.raises(BenchError, match="crucible f32 ended: .*no such file or folder"),
+        pytest.raises(BenchError, match=r"crucible f32 ended: .*no such file or folder"),
     ):
         process.ask([1], 2)
 

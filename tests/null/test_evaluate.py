@@ -13,6 +13,7 @@ from cells import axis_cells, toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from toy_artifact import write_toy_artifact
 from toy_tokenizers import TRAINING_TEXT
 from toy_weights import toy_weights
 
@@ -25,13 +26,16 @@ from crucible.engine.reference.rounding import ROUNDINGS, rounded_backend, to_ha
 from crucible.engine.runner import logits
 from crucible.evaluate import (
     ERROR_BLOCK,
+    VARIANTS,
     EvaluationError,
     Progress,
     count_bytes,
     evaluate,
+    evaluate_model,
     mean_and_error,
     read_tokens,
 )
+from crucible.export.quantise import quantise_artifact
 from crucible.tokenizer import Tokenizer
 
 NUM_TOKENS = 75
@@ -278,3 +282,48 @@ def test_the_report_reads_well() -> None:
     assert f"{report.rows[0].cross_entropy:.5f} ±" in text
     assert "+0.000000 ±0.000000 (+0.0000%)" in text
     assert "n/a" in text
+
+
+# ---- a model by its name ----------------------------------------------------------------------------------------
+
+
+def test_a_model_is_evaluated_by_its_name(tmp_path: Path) -> None:
+    folder = write_toy_artifact(tmp_path / "model", hidden_size=48, intermediate_size=96)
+    (tmp_path / "a.txt").write_text(TRAINING_TEXT)
+    data = tmp_path / "a.txt"
+    options: dict[str, Any] = {"num_tokens": 40, "backend": "reference"}
+    report = evaluate_model(folder, data, variants=VARIANTS, path="prefill", context=16, **options)
+    assert [row.name for row in report.rows] == list(VARIANTS)
+    assert report.scored == 40
+    assert report.num_bytes is not None
+    assert all(0 < abs(row.extra) < 0.1 for row in report.rows[1:])
+    other = evaluate_model(folder, data, variants=("int8", "f32"), context=16, **options)
+    assert other.path == "decode"
+    assert other.rows[0].cross_entropy == report.rows[2].cross_entropy
+    assert evaluate_model(folder, data, **options).context == 96
+
+
+def test_an_int8_artifact_is_evaluated_as_it_is(tmp_path: Path) -> None:
+    folder = write_toy_artifact(tmp_path / "model")
+    (tmp_path / "a.txt").write_text(TRAINING_TEXT)
+    options: dict[str, Any] = {"num_tokens": 40, "backend": "reference", "variants": ("int8",)}
+    plain = evaluate_model(folder, tmp_path / "a.txt", **options)
+    stored = evaluate_model(quantise_artifact(folder, tmp_path / "int8"), tmp_path / "a.txt", **options)
+    assert stored.rows[0].cross_entropy == plain.rows[0].cross_entropy
+
+
+def test_wrong_options_are_refused_before_any_work(tmp_path: Path) -> None:
+    folder = write_toy_artifact(tmp_path / "model")
+    data = tmp_path / "none.txt"
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"variants": ("f32", "int4")}, "must be one of f32, f16, int8, f16-operands, f16-kv, not 'int4'"),
+        ({"variants": ("f32", "f32")}, "different ones"),
+        ({"variants": ()}, "at least one, not none"),
+        ({"num_tokens": 0}, "at least 1, not 0"),
+        ({"context": 97}, "from 1 to the context of 96, not 97"),
+        ({"context": 0}, "from 1 to the context of 96, not 0"),
+        ({"variants": ("f16-kv",), "backend": "cpu"}, "of the reference backend alone"),
+    ]
+    for options, message in cases:
+        with pytest.raises(EvaluationError, match=message):
+            evaluate_model(folder, data, **{"num_tokens": 8, "backend": "reference", **options})
