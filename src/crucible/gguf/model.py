@@ -48,7 +48,7 @@ _FIXED: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 """Allowed values of keys that say that a file is something else: an adapter, another packing, a part of a model."""
 
-_EOS_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
+END_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Ids of tokenizer.ggml that end a reply: of a text, of a turn, of a message to a tool."""
 
 _TEMPLATE_NAMES: Final = {
@@ -58,7 +58,7 @@ _TEMPLATE_NAMES: Final = {
     "unk_token": "unknown_token_id",
 }
 
-_LLAMA3: Final = (1.0, 4.0, 8192)
+LLAMA3_SCALING: Final = (1.0, 4.0, 8192)
 """Low and high frequency factor and original context of every published Llama with this scaling. The file holds only
 what comes of them, which is checked."""
 
@@ -136,7 +136,7 @@ def read_generation(file: GgufFile) -> Generation:
     Raises:
         ArtifactError: an id is none of the tokenizer's.
     """
-    ends = [_special_id(file, key) for key in _EOS_KEYS]
+    ends = [_special_id(file, key) for key in END_KEYS]
     return Generation(
         bos_token_id=_special_id(file, "bos_token_id"),
         eos_token_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
@@ -238,7 +238,7 @@ def _llama3_scaling(file: GgufFile, config: ModelConfig) -> RopeScaling | None:
     divisor = file.array(ROPE_FREQS)
     if np.array_equal(divisor, np.ones(config.head_dim // 2)):
         return None
-    low, high, original = _LLAMA3
+    low, high, original = LLAMA3_SCALING
     scaling = RopeScaling(
         kind="llama3",
         factor=float(divisor.max()),
