@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from crucible.engine.request import SamplingParams
+    from crucible.completion import SamplingParams
     from crucible.llm import LLM
 
 __version__ = "0.1.0"
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "SamplingParams":
-        from crucible.engine.request import SamplingParams
+        from crucible.completion import SamplingParams
 
         return SamplingParams
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,160 +1,374 @@
 """The library API: a model, its tokenizer and an engine in one process.
 
 llm = LLM("artifacts/demo")
-for piece in llm.stream("It is a truth", SamplingParams(max_tokens=40)):
+for completion in llm.generate(["It is a truth", "Emma"], SamplingParams(max_tokens=40, stop=["."])):
+    print(completion.text)
+for piece in llm.stream([{"role": "user", "content": "Who are you?"}]):
     print(piece.text, end="", flush=True)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from numbers import Integral
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from crucible.engine import runner
-from crucible.engine.artifact import ArtifactError, read_config, read_generation
-from crucible.engine.backend import Backend
-from crucible.engine.request import FinishReason, RequestError, SamplingParams
-from crucible.engine.weights import load_weights
-from crucible.tokenizer import IncrementalDecoder, Tokenizer, TokenizerError
+from crucible.completion import Completion, CompletionText, Piece, SamplingParams
+from crucible.config import ModelConfig
+from crucible.engine import request, runner
+from crucible.engine.backend import PAGE_SIZE
+from crucible.engine.backends import BackendName, make_backend, resolve_backend
+from crucible.engine.engine import Engine, Event
+from crucible.engine.quant import WeightFormat
+from crucible.engine.request import RequestError
+from crucible.models import resolve
+from crucible.tokenizer.chat import ChatTemplate, Message
 
-BackendName = Literal["reference"]
-BACKENDS: Final[tuple[str, ...]] = get_args(BackendName)
+Prompt: TypeAlias = str | Sequence[int]
+"""Text, or token ids."""
 
+_BEGUN: Final = Piece("", None)
+"""What a stream yields before its first token, to nobody."""
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one token added to a stream.
+NUM_SLOTS: Final = 16
+"""Requests that are computed at once; more wait. No result depends on it."""
 
-    Attributes:
-        text: characters that became whole; often "", when a character is spread over several tokens.
-        token_id: the token, also where it ended the request and so is not text.
-        finish_reason: of the last piece of a stream, else None.
-    """
-
-    text: str
-    token_id: int
-    finish_reason: FinishReason | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A finished request: `text` is that of `token_ids`, which end with the id that ended it, if one did."""
-
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    seed: int
+CACHE_BYTES: Final = 2**31
+"""The key/value cache takes no more, unless a single request may need it."""
 
 
 class LLM:
-    """A model ready to generate.
+    """A model ready to generate. Several streams may be open at once, in one thread or many; what each of them yields
+    depends on no other.
 
     Args:
-        model: an artifact's folder.
-        backend: "reference" is the float64 oracle in numpy: exact, slow, every architecture.
+        model: the folder of an artifact or of a Hugging Face model, a .gguf file, an id on the Hugging Face hub, or
+            `smollm2`: see `models.resolve`.
+        backend: "cpu" is the fast one (extra `cpu`), "reference" the float64 oracle in numpy: exact, slow, nothing to
+            install. "auto" is the fastest that is installed.
+        weights: what matrices are held in: "f32", "f16" or "int8". "auto" is as they are stored for the reference and
+            int8 for the others.
+        num_slots: requests that are computed at once; more wait for their turn.
 
     Raises:
-        ArtifactError, TokenizerError: the folder does not hold a well-formed artifact; the message names the file.
-        RequestError: there is no such backend.
+        CrucibleError: there is no such model, backend or weight format, or the model is malformed; the message names the
+            file or the argument.
     """
 
-    def __init__(self, model: str | Path, *, backend: BackendName = "reference") -> None:
-        folder = Path(model)
-        if not folder.is_dir():
-            raise ArtifactError(f"{model}: no such folder; a model is an artifact, as `crucible export` makes it")
-        self.config = read_config(folder)
-        self.eos_ids = read_generation(folder).eos_token_ids
-        self.tokenizer = Tokenizer.from_file(folder)
-        if self.tokenizer.vocab_size > self.config.vocab_size:
-            raise ArtifactError(
-                f"{folder}: its tokenizer has {self.tokenizer.vocab_size} tokens, its model {self.config.vocab_size}"
-            )
-        self._backend = _make_backend(backend, folder)
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        backend: BackendName | Literal["auto"] = "reference",
+        weights: WeightFormat | Literal["auto"] = "auto",
+        num_slots: int = NUM_SLOTS,
+    ) -> None:
+        name = resolve_backend(backend)
+        loaded = resolve(model)
+        self.name: Final = loaded.name
+        self.config: Final = loaded.config
+        self.tokenizer: Final = loaded.tokenizer
+        self.eos_ids: Final = loaded.generation.eos_token_ids
+        self.chat_template: Final = ChatTemplate(loaded.tokenizer, loaded.chat_template, loaded.special_tokens)
+        self._prefix_ids = loaded.prefix_ids
+        self._engine = Engine(
+            make_backend(
+                name,
+                loaded.config,
+                loaded.weights,
+                weight_format=_default_format(name) if weights == "auto" else weights,
+                num_slots=num_slots,
+                num_pages=_num_pages(loaded.config, num_slots),
+            ),
+            eos_ids=self.eos_ids,
+        )
+        self._lock = threading.Lock()
+        """Guards the engine and `_requests`."""
+        self._requests: dict[int, _Request] = {}
+        self._dropped: deque[int] = deque()
+        self._request_ids = count()
+        self._is_lent = False
+        """Whether a stream without a cache has the backend for itself."""
 
-    def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        """Token ids of a prompt: of ordinary text, or the ids that were given."""
-        return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+    # ---- prompts ----------------------------------------------------------------------------------------------
 
-    def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, use_cache: bool = True
-    ) -> Iterator[Piece]:
-        """The continuation of a prompt, piece by piece; the texts joined are the text of `generate`.
-
-        Args:
-            prompt: text or token ids; not empty.
-            params: None decodes greedily, 128 tokens at most.
-            use_cache: False computes everything anew for each token: slower, the same tokens.
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt: of ordinary text, behind the token with which the model's texts begin if it has such
+        a one; or the ids that were given.
 
         Raises:
-            RequestError: at the call: see `engine.runner.generate`.
+            RequestError: it is neither.
         """
-        tokens = runner.generate(
-            self._backend, self.encode(prompt), params or SamplingParams(), eos_ids=self.eos_ids, use_cache=use_cache
-        )
-        return self._pieces(tokens)
+        if isinstance(prompt, str):
+            return (*self._prefix_ids, *self.tokenizer.encode(prompt))
+        if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
+            raise RequestError(f"a prompt must be text or token ids, not {prompt!r:.60}")
+        return tuple(prompt)
 
-    def _pieces(self, tokens: Iterable[runner.GeneratedToken]) -> Iterator[Piece]:
-        decoder = IncrementalDecoder(self.tokenizer, continuing=True)
-        for token in tokens:
-            text = "" if token.finish in ("stop", "error") else _text(decoder, token.token_id)
-            if token.finish is not None:
-                text += decoder.flush()
-            yield Piece(text, token.token_id, token.finish)
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Token ids of a conversation, ready for the reply: see `tokenizer.chat.ChatTemplate.encode`."""
+        ids = self.chat_template.encode(messages)
+        # A chat template in Jinja writes the first token itself.
+        return (*self._prefix_ids, *ids) if self.chat_template.source is None else tuple(ids)
+
+    # ---- generation -------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: str | Sequence[int] | Sequence[str | Sequence[int]], params: SamplingParams | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: request.SamplingParams | Sequence[request.SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Completions of one prompt or several, `params.n` for each prompt, in order.
+        """Completions of one prompt or several, computed side by side.
+
+        Args:
+            prompts: text or token ids, not empty; or a list of such.
+            params: for all prompts, or one for each; None decodes greedily, 128 tokens at most.
+
+        Returns:
+            In the order of the prompts; `params.n` completions for each, with seeds that count up from `params.seed`.
 
         Raises:
-            RequestError: as `stream`.
+            CrucibleError: before anything is computed: a prompt is empty, has ids that the model does not have, or does
+                not fit the context with max_tokens; the parameters do not fit the model.
         """
-        params = params or SamplingParams()
-        return [self._complete(self.encode(p), choice) for p in _listed(prompts) for choice in params.choices()]
+        return self._complete([self.encode(prompt) for prompt in _listed(prompts)], params)
 
-    def _complete(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> Completion:
-        pieces = list(self.stream(prompt_ids, params))
-        finish_reason = pieces[-1].finish_reason
-        assert finish_reason is not None, "a stream ends with a finish reason"
-        return Completion(
-            prompt_ids=prompt_ids,
-            token_ids=tuple(piece.token_id for piece in pieces),
-            text="".join(piece.text for piece in pieces),
-            finish_reason=finish_reason,
-            seed=params.seed,
-        )
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: request.SamplingParams | Sequence[request.SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Replies to one conversation or several: as `generate`, of the prompts that the model's chat template makes.
 
-    def logits(self, prompt: str | Sequence[int]) -> npt.NDArray[np.float32]:
+        A conversation that ends with an assistant's message is answered by that message's continuation.
+
+        Raises:
+            CrucibleError: as `generate`; also a message is malformed, or the template refuses the conversation.
+        """
+        return self._complete([self.encode_chat(conversation) for conversation in _conversations(messages)], params)
+
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: request.SamplingParams | None = None,
+        *,
+        use_cache: bool = True,
+    ) -> Generator[Piece, None, None]:
+        """The completion of a prompt or the reply to a conversation, token by token.
+
+        The texts joined are the text of `generate` or `chat`. Closing the generator cancels the request.
+
+        Args:
+            prompt: text, token ids or messages; not empty.
+            params: None decodes greedily, 128 tokens at most; `n` must be 1.
+            use_cache: False computes everything anew for each token: slower, the same tokens. No other request can be
+                computed meanwhile.
+
+        Raises:
+            CrucibleError: at the call: as `generate` and `chat`.
+        """
+        ids = self._encode_any(prompt)
+        (params,) = _one_for_each(params, 1)
+        pieces = self._pieces(self._add(ids, params)) if use_cache else self._uncached_pieces(ids, params)
+        # Begun, so that it is cancelled even if it is dropped before its first piece.
+        next(pieces)
+        return pieces
+
+    def logits(self, prompt: Prompt) -> npt.NDArray[np.float32]:
         """Logits f32 [T, V] after each token of a prompt. Raises RequestError as `engine.runner.logits`."""
-        return runner.logits(self._backend, self.encode(prompt))
+        ids = self.encode(prompt)
+        with self._lock:
+            self._run_until_idle()
+            return runner.logits(self._engine.backend, ids)
+
+    def _encode_any(self, prompt: Any) -> tuple[int, ...]:
+        return self.encode_chat(prompt) if _is_conversation(prompt) else self.encode(prompt)
+
+    def _complete(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        params: request.SamplingParams | Sequence[request.SamplingParams] | None,
+    ) -> list[Completion]:
+        requests: list[_Request] = []
+        try:
+            for index, (ids, shared) in enumerate(zip(prompts, _one_for_each(params, len(prompts)), strict=True)):
+                for choice in shared.choices():
+                    requests.append(self._add(ids, choice, at=f"prompts[{index}]: " if len(prompts) > 1 else ""))
+            pieces = self._finish(requests)
+        finally:
+            for unfinished in requests:
+                self._drop(unfinished)
+        return [Completion.of(done.prompt_ids, done.params, pieces[done.request_id]) for done in requests]
+
+    def _finish(self, requests: Iterable[_Request]) -> dict[int, list[Piece]]:
+        """Run requests side by side to their ends: the pieces of each, by its id."""
+        unfinished = list(requests)
+        pieces: dict[int, list[Piece]] = {each.request_id: [] for each in unfinished}
+        while unfinished:
+            with self._lock:
+                self._step()
+            for each in unfinished:
+                while each.events and not each.text.is_finished:
+                    pieces[each.request_id].append(_piece(each.text, each.events.popleft()))
+                if each.text.is_finished:
+                    self._drop(each)
+            unfinished = [each for each in unfinished if not each.text.is_finished]
+        return pieces
+
+    def _pieces(self, own: _Request) -> Generator[Piece, None, None]:
+        try:
+            yield _BEGUN
+            while True:
+                piece = _piece(own.text, self._next_event(own))
+                if own.text.is_finished:
+                    break
+                yield piece
+        finally:
+            self._drop(own)
+        yield piece
+
+    def _uncached_pieces(self, ids: tuple[int, ...], params: request.SamplingParams) -> Generator[Piece, None, None]:
+        if params.prompt_logprobs:
+            raise RequestError("prompt_logprobs needs the cache; leave out use_cache=False")
+        text = CompletionText(self.tokenizer, params)
+        with self._lock:
+            self._run_until_idle()
+            tokens = runner.generate(self._engine.backend, ids, params, eos_ids=self.eos_ids, use_cache=False)
+            self._is_lent = True
+        try:
+            yield _BEGUN
+            for token in tokens:
+                piece = text.push(token.token_id, token.finish, token.logprobs)
+                if text.is_finished:
+                    break
+                yield piece
+        finally:
+            cast(Generator[runner.GeneratedToken, None, None], tokens).close()
+            self._is_lent = False
+        yield piece
+
+    # ---- the engine, shared -----------------------------------------------------------------------------------
+
+    def _add(self, ids: tuple[int, ...], params: request.SamplingParams, at: str = "") -> _Request:
+        """Queue a request. Whatever becomes of it, it must be dropped in the end."""
+        with self._lock:
+            self._check_not_lent()
+            own = _Request(next(self._request_ids), ids, params, CompletionText(self.tokenizer, params))
+            try:
+                self._engine.add(own.request_id, ids, params)
+            except RequestError as error:
+                raise RequestError(f"{at}{error}") from None
+            self._requests[own.request_id] = own
+        return own
+
+    def _next_event(self, own: _Request) -> Event:
+        """Whoever waits for an event makes the engine's steps, and hands the others theirs."""
+        with self._lock:
+            while not own.events:
+                self._step()
+            return own.events.popleft()
+
+    def _step(self) -> None:
+        """One step of the engine. Call with the lock held."""
+        self._check_not_lent()
+        self._cancel_dropped()
+        for event in self._engine.step():
+            if (own := self._requests.get(cast(int, event.request_id))) is not None:
+                own.events.append(event)
+
+    def _drop(self, own: _Request) -> None:
+        """End a request that has not ended, and forget it. Any number of times, at any time.
+
+        A stream that is garbage gets here in the midst of anything, of a step too. So this never waits for the lock:
+        whoever holds it cancels before the next step.
+        """
+        self._dropped.append(own.request_id)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._cancel_dropped()
+            finally:
+                self._lock.release()
+
+    def _cancel_dropped(self) -> None:
+        while self._dropped:
+            request_id = self._dropped.popleft()
+            if self._requests.pop(request_id, None) is not None:
+                self._engine.cancel(request_id)
+
+    def _run_until_idle(self) -> None:
+        """Finish what is under way; its events wait to be asked for. Call with the lock held."""
+        self._check_not_lent()
+        self._cancel_dropped()
+        while self._engine.has_work:
+            self._step()
+
+    def _check_not_lent(self) -> None:
+        if self._is_lent:
+            raise RequestError("a stream with use_cache=False is open, which has the model for itself")
 
 
-def _text(decoder: IncrementalDecoder, token_id: int) -> str:
-    """What a token adds; "" for an id that the model has and the tokenizer has not: embeddings are padded."""
-    try:
-        return decoder.push(token_id)
-    except TokenizerError:
-        return ""
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request under way; `events` are those that nobody has asked for yet."""
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    params: request.SamplingParams
+    text: CompletionText
+    events: deque[Event] = field(default_factory=deque)
 
 
-def _listed(prompts: str | Sequence[int] | Sequence[str | Sequence[int]]) -> list[str | Sequence[int]]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if all(isinstance(item, int) for item in prompts):
-        return [[item for item in prompts if isinstance(item, int)]]
-    return [item for item in prompts if not isinstance(item, int)]
+def _piece(text: CompletionText, event: Event) -> Piece:
+    return text.push(event.token_id, event.finish, event.logprobs, event.prompt_logprobs)
 
 
-def _make_backend(name: str, folder: Path) -> Backend:
-    if name != "reference":
-        raise RequestError(f"backend must be one of {', '.join(BACKENDS)}, not {name!r}")
-    from crucible.engine.reference import ReferenceBackend
+# ---- arguments --------------------------------------------------------------------------------------------------
 
-    config = read_config(folder)
-    return ReferenceBackend(config, load_weights(folder, config))
+
+def _listed(prompts: Any) -> list[Prompt]:
+    """One prompt or several, as a list."""
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        return [cast(Prompt, prompts)]
+    items = list(prompts)
+    return [items] if all(isinstance(item, Integral) for item in items) else items
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], Mapping)
+
+
+def _conversations(messages: Any) -> list[Sequence[Message]]:
+    """One conversation or several, as a list. What is neither is refused as a conversation."""
+    is_several = isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], (list, tuple))
+    return list(messages) if is_several else [messages]
+
+
+def _one_for_each(params: Any, num_prompts: int) -> list[request.SamplingParams]:
+    if params is None or isinstance(params, request.SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if not isinstance(params, (list, tuple)) or not all(isinstance(one, request.SamplingParams) for one in params):
+        raise RequestError(f"params must be SamplingParams or a list of them, not {params!r:.60}")
+    if len(params) != num_prompts:
+        raise RequestError(
+            f"params must be one for all prompts or one for each: {len(params)} for {num_prompts} prompts"
+        )
+    return list(params)
+
+
+def _default_format(backend: BackendName) -> WeightFormat:
+    return "f32" if backend == "reference" else "int8"
+
+
+def _num_pages(config: ModelConfig, num_slots: int) -> int:
+    """Pages for every slot to reach the context, as far as CACHE_BYTES go."""
+    pages_of_one = -(-config.max_position_embeddings // PAGE_SIZE)
+    affordable = CACHE_BYTES // (PAGE_SIZE * config.kv_bytes_per_token(bytes_per_element=4))
+    return max(pages_of_one, min(num_slots * pages_of_one, affordable))
