@@ -8,7 +8,7 @@ Shape letters: M rows of a step, W of them whose logits are wanted; the others a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,8 +28,10 @@ from crucible.engine.backend import (
     TokenLogprobs,
     decode,
 )
+from crucible.engine.quant import Weight
 from crucible.engine.request import FinishReason
 from crucible.engine.sampling import logprobs, sample, top_tokens
+from crucible.errors import CrucibleError
 
 F32 = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
@@ -229,6 +231,18 @@ class HostBackend(ABC):
             num_top = slot.spec.params.logprobs
             drawn.append((token_id, None if num_top is None else _logprobs(logits_V, token_id, num_top)))
         return drawn
+
+
+def check_weights(config: ModelConfig, weights: Mapping[str, Weight]) -> None:
+    """Raises CrucibleError: a tensor of `config.tensor_shapes()` is missing, or one is unknown or of another shape."""
+    shapes = config.tensor_shapes()
+    if unknown := sorted(weights.keys() - shapes.keys()):
+        raise CrucibleError(f"the weights have {unknown[0]}, which the config does not")
+    for name, shape in shapes.items():
+        if name not in weights:
+            raise CrucibleError(f"the weights lack {name}")
+        if weights[name].shape != shape:
+            raise CrucibleError(f"{name} must have shape {list(shape)}, not {list(weights[name].shape)}")
 
 
 def _count(ids: Sequence[int], vocab_size: int) -> Ids:

@@ -9,14 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from crucible.config import ModelConfig
-from crucible.engine.host_backend import Span
+from crucible.engine.host_backend import Span, check_weights
 from crucible.engine.reference import ops
 from crucible.engine.reference.attention import attend
 from crucible.engine.reference.cache import PagedCache
 from crucible.engine.reference.ops import F32, F64
 from crucible.engine.reference.positions import alibi_slopes, rotate
 from crucible.engine.rope import rope_table
-from crucible.errors import CrucibleError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +39,8 @@ class Decoder:
     """
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, npt.NDArray[np.floating]]) -> None:
+        check_weights(config, weights)
         shapes = config.tensor_shapes()
-        if unknown := sorted(weights.keys() - shapes.keys()):
-            raise CrucibleError(f"the weights have {unknown[0]}, which the config does not")
-        for name, shape in shapes.items():
-            if name not in weights:
-                raise CrucibleError(f"the weights lack {name}")
-            if weights[name].shape != shape:
-                raise CrucibleError(f"{name} must have shape {list(shape)}, not {list(weights[name].shape)}")
         self.config = config
         self._embedding_VD = weights["model.embed_tokens.weight"]
         self._position_TD = weights.get("model.embed_positions.weight")
