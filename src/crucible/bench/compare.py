@@ -21,7 +21,7 @@ from crucible.bench.probes import matmul_flops, read_bandwidth
 from crucible.bench.process import EngineProcess, EngineSpec, time_to_first_token, worker_command
 from crucible.config import ModelConfig
 from crucible.data.sources import documents
-from crucible.hardware import cache_dir, cpu
+from crucible.hardware import cache_dir, usable_cores
 from crucible.models import SMOLLM2, gguf_path, resolve
 from crucible.tokenizer import Tokenizer
 
@@ -36,7 +36,7 @@ GREEDY_TOKENS: Final = 32
 def bench_compare(
     model: str = SMOLLM2,
     *,
-    engines: Sequence[EngineName] = ENGINES,
+    engines: Sequence[str] = ENGINES,
     prompt_tokens: int = 512,
     new_tokens: int = 128,
     rounds: int = 5,
@@ -63,7 +63,7 @@ def bench_compare(
             engine fails or draws another number of tokens.
     """
     source = _checked(model, engines, new_tokens)
-    threads = cpu().usable_cores if threads is None else threads
+    threads = usable_cores() if threads is None else threads
     loaded, before = resolve(model), load_average()
     ids = _prompt(loaded.tokenizer, prompt_tokens)
     context = prompt_tokens + new_tokens

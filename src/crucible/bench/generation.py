@@ -24,7 +24,7 @@ from crucible.engine.backends import make_backend, resolve_backend
 from crucible.engine.engine import Engine
 from crucible.engine.quant import WeightFormat, chunk_size, is_matrix, num_chunks
 from crucible.engine.request import SamplingParams
-from crucible.hardware import cpu
+from crucible.hardware import usable_cores
 from crucible.models import resolve
 
 OnRound = Callable[[int, int], None]
@@ -34,12 +34,17 @@ _PROMPT_SEED: Final = 20240520
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model in a backend, ready to be measured; `backend_name` and `weight_format` are for the report."""
+    """A model in a backend, ready to be measured; the names and the format are for the report."""
 
     name: str
     backend: Backend
     backend_name: str
     weight_format: WeightFormat
+
+    @property
+    def threads(self) -> int:
+        """Threads that the backend computes with; where it does not say, those that a library of its would take."""
+        return int(getattr(self.backend, "num_threads", usable_cores()))
 
 
 def bench_decode(
@@ -128,8 +133,7 @@ def measure_decode(
 
         return measure
 
-    threads = cpu().usable_cores
-    read = read_bandwidth(threads)
+    read = read_bandwidth(subject.threads)
     variants: dict[str, Callable[[], dict[Key, float]]] = {"read": lambda: {("memory", "read"): read() / 1e9}}
     variants |= {f"b{batch}": decode(batch) for batch in batches}
     samples, load = _measure(variants, rounds, on_round)
@@ -144,7 +148,7 @@ def measure_decode(
         bench="decode",
         backend=f"{subject.backend_name} {subject.weight_format}",
         model=name,
-        threads=threads,
+        threads=subject.threads,
         rows=_rows(samples, ceilings, {"read": "GB/s"}),
         notes=(
             f"after {prompt_tokens} prompt tokens, {new_tokens} drawn by each request; a step reads "
@@ -169,8 +173,7 @@ def measure_prefill(
 
         return measure
 
-    threads = cpu().usable_cores
-    flops = matmul_flops(threads)
+    flops = matmul_flops(subject.threads)
     variants: dict[str, Callable[[], dict[Key, float]]] = {"matmul": lambda: {("numpy", "f32 matmul"): flops() / 1e9}}
     variants |= {f"{requests}x{tokens}": prefill(requests, tokens) for requests, tokens in shapes}
     samples, load = _measure(variants, rounds, on_round)
@@ -183,7 +186,7 @@ def measure_prefill(
         bench="prefill",
         backend=f"{subject.backend_name} {subject.weight_format}",
         model=name,
-        threads=threads,
+        threads=subject.threads,
         rows=_rows(samples, ceilings, {"f32 matmul": "GFLOP/s"}),
         notes=("the ceiling is the work of the prompt's matrix products at the rate of numpy's f32 product",),
         load=load,
