@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import tokenizers
 import torch
 from cells import LINEAR, LLAMA3, toy
+from tokenizers import processors
+from toy_artifact import write_toy_artifact
+from toy_tokenizers import TRAINING_TEXT
 from toy_weights import toy_weights
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from crucible.config import UNTRAINED_FIELDS, ConfigError, ModelConfig, RopeScaling
 from crucible.engine.reference import ReferenceBackend
 from crucible.engine.rope import frequencies
 from crucible.engine.runner import logits
+from crucible.gguf.tokenizer import PRE_TOKENIZERS
 from crucible.model.transformer import Transformer
+from crucible.models import resolve
+from crucible.tokenizer import Tokenizer
 
 ROUNDING = 2.0**-24
 """Of f32, relative."""
@@ -76,7 +89,7 @@ def theirs(kind: type[PreTrainedModel], config: ModelConfig) -> PreTrainedModel:
             **{name: getattr(config, name) for name in sizes},
             rms_norm_eps=config.norm_eps,
             rope_parameters=rope,
-            attention_bias=config.o_bias,
+            **({} if kind is Qwen2ForCausalLM else {"attention_bias": config.o_bias}),
             attn_implementation="eager",
         )
     ).eval()
@@ -120,6 +133,98 @@ def test_logits_are_those_of_transformers(name: str) -> None:
             plain = config.vary(**{field: None if field == "rope_scaling" else False})
             kept = {n: weights[n] for n in plain.tensor_shapes()}
             assert error(logits(ReferenceBackend(plain, kept), ids), their_logits(model, ids)) > CAUGHT
+
+
+# ---- folders, theirs and ours ------------------------------------------------------------------------------------
+
+
+def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
+    """A folder as `transformers` writes it, with a tokenizer."""
+    model.save_pretrained(folder, **options)
+    Tokenizer.train([TRAINING_TEXT], 300).save(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_that_transformers_wrote_is_read(name: str, tmp_path: Path) -> None:
+    kind, config = MODELS[name]
+    config = config.vary(vocab_size=320, norm_eps=0.03)
+    weights = toy_weights(config)
+    model = theirs(kind, config)
+    load(model, weights, tied=config.tie_word_embeddings)
+    found = resolve(save(model, tmp_path / "model"))
+    assert found.config == config
+    assert list(found.weights) == list(weights)
+    for tensor, weight in weights.items():
+        np.testing.assert_array_equal(found.weights[tensor], weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_shards_of_any_dtype_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
+    config = toy(vocab_size=320, tie_word_embeddings=False)
+    weights = {name: torch.from_numpy(weight).to(dtype) for name, weight in toy_weights(config).items()}
+    model = theirs(LlamaForCausalLM, config).to(dtype)
+    model.load_state_dict(weights)
+    folder = save(model, tmp_path / "model", max_shard_size="20KB")
+    assert len(list(folder.glob("model-*-of-*.safetensors"))) > 2
+    found = resolve(folder)
+    for name, weight in weights.items():
+        np.testing.assert_array_equal(found.weights[name], weight.float().numpy())
+    ids = draw_ids(config, 40)
+    wide = theirs(LlamaForCausalLM, config)  # of its own: model.to() rounds the frequencies of RoPE as well
+    wide.load_state_dict({name: weight.float() for name, weight in weights.items()})
+    assert error(logits(ReferenceBackend(config, found.weights), ids), their_logits(wide, ids)) < BOUND
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_that_we_write_opens_in_transformers(name: str, tmp_path: Path) -> None:
+    kind, config = MODELS[name]
+    folder = write_toy_artifact(tmp_path / "model", **_changes(config))
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    assert type(model) is kind
+    found = resolve(folder)
+    assert found.config == config.vary(vocab_size=320)
+    ids = draw_ids(config, 96)
+    assert error(logits(ReferenceBackend(found.config, found.weights), ids), their_logits(model, ids)) < BOUND
+
+
+def _changes(config: ModelConfig) -> dict[str, Any]:
+    plain = toy().to_dict()
+    return {name: getattr(config, name) for name, value in config.to_dict().items() if value != plain[name]}
+
+
+def test_ids_that_stand_before_a_text_are_those_of_transformers(tmp_path: Path) -> None:
+    """A tokenizer.json that puts a beginning-of-text token first, read by both."""
+    config = toy(vocab_size=400)
+    folder = write_toy_artifact(tmp_path / "model", vocab_size=400, control=["<|begin|>"])
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    begin = library.token_to_id("<|begin|>")
+    library.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing("<|begin|> $A", special_tokens=[("<|begin|>", begin)]),
+        ]
+    )
+    library.save(str(folder / "tokenizer.json"))
+    found = resolve(folder)
+    assert found.config == config
+    expected = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))("the cat sat").input_ids
+    assert [*found.prefix_ids, *found.tokenizer.encode("the cat sat")] == expected
+    assert found.prefix_ids == (begin,)
+
+
+def test_the_rules_that_cut_words_are_those_of_transformers() -> None:
+    rules = {rule.names[0]: rule for rule in PRE_TOKENIZERS}
+    cut = {
+        name: rule.pre_tokenizer["pretokenizers"][0]["pattern"]["Regex"]
+        for name, rule in rules.items()
+        if name in ("llama-bpe", "qwen2")
+    }
+    assert cut["qwen2"] == PRETOKENIZE_REGEX
+    assert cut["llama-bpe"] == inspect.signature(TikTokenConverter.__init__).parameters["pattern"].default
+
+
+# ---- RoPE, and what cannot be trained ----------------------------------------------------------------------------
 
 
 def test_the_frequencies_of_llama_3_2_are_those_of_transformers() -> None:
