@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from numbers import Integral
 from pathlib import Path
@@ -59,8 +59,8 @@ class LLM:
         num_slots: requests that are computed at once; more wait for their turn.
 
     Raises:
-        CrucibleError: there is no such model, backend or weight format, or the model is malformed; the message names the
-            file or the argument.
+        CrucibleError: there is no such model, backend or weight format, or the model is malformed: the message names
+            the file or the argument.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class LLM:
         """
         ids = self._encode_any(prompt)
         (params,) = _one_for_each(params, 1)
-        pieces = self._pieces(self._add(ids, params)) if use_cache else self._uncached_pieces(ids, params)
+        pieces = self._pieces(self._add(ids, params, deque())) if use_cache else self._uncached_pieces(ids, params)
         # Begun, so that it is cancelled even if it is dropped before its first piece.
         next(pieces)
         return pieces
@@ -197,37 +197,37 @@ class LLM:
         prompts: Sequence[tuple[int, ...]],
         params: request.SamplingParams | Sequence[request.SamplingParams] | None,
     ) -> list[Completion]:
+        inbox: _Inbox = deque()
         requests: list[_Request] = []
         try:
             for index, (ids, shared) in enumerate(zip(prompts, _one_for_each(params, len(prompts)), strict=True)):
+                at = f"prompts[{index}]: " if len(prompts) > 1 else ""
                 for choice in shared.choices():
-                    requests.append(self._add(ids, choice, at=f"prompts[{index}]: " if len(prompts) > 1 else ""))
-            pieces = self._finish(requests)
+                    requests.append(self._add(ids, choice, inbox, at))
+            pieces = self._finish(requests, inbox)
         finally:
-            for unfinished in requests:
-                self._drop(unfinished)
+            for own in requests:
+                self._drop(own)
         return [Completion.of(done.prompt_ids, done.params, pieces[done.request_id]) for done in requests]
 
-    def _finish(self, requests: Iterable[_Request]) -> dict[int, list[Piece]]:
-        """Run requests side by side to their ends: the pieces of each, by its id."""
-        unfinished = list(requests)
-        pieces: dict[int, list[Piece]] = {each.request_id: [] for each in unfinished}
-        while unfinished:
-            with self._lock:
-                self._step()
-            for each in unfinished:
-                while each.events and not each.text.is_finished:
-                    pieces[each.request_id].append(_piece(each.text, each.events.popleft()))
-                if each.text.is_finished:
-                    self._drop(each)
-            unfinished = [each for each in unfinished if not each.text.is_finished]
+    def _finish(self, requests: Sequence[_Request], inbox: _Inbox) -> dict[int, list[Piece]]:
+        """Run the requests of an inbox to their ends, side by side: the pieces of each, by its id."""
+        pieces: dict[int, list[Piece]] = {own.request_id: [] for own in requests}
+        num_unfinished = len(requests)
+        while num_unfinished:
+            own, event = self._next(inbox)
+            if not own.text.is_finished:
+                pieces[own.request_id].append(_piece(own.text, event))
+                if own.text.is_finished:
+                    self._drop(own)
+                    num_unfinished -= 1
         return pieces
 
     def _pieces(self, own: _Request) -> Generator[Piece, None, None]:
         try:
             yield _BEGUN
             while True:
-                piece = _piece(own.text, self._next_event(own))
+                piece = _piece(own.text, self._next(own.inbox)[1])
                 if own.text.is_finished:
                     break
                 yield piece
@@ -257,11 +257,11 @@ class LLM:
 
     # ---- the engine, shared -----------------------------------------------------------------------------------
 
-    def _add(self, ids: tuple[int, ...], params: request.SamplingParams, at: str = "") -> _Request:
-        """Queue a request. Whatever becomes of it, it must be dropped in the end."""
+    def _add(self, ids: tuple[int, ...], params: request.SamplingParams, inbox: _Inbox, at: str = "") -> _Request:
+        """Queue a request whose events go into an inbox. Whatever becomes of it, it must be dropped in the end."""
         with self._lock:
             self._check_not_lent()
-            own = _Request(next(self._request_ids), ids, params, CompletionText(self.tokenizer, params))
+            own = _Request(next(self._request_ids), ids, params, CompletionText(self.tokenizer, params), inbox)
             try:
                 self._engine.add(own.request_id, ids, params)
             except RequestError as error:
@@ -269,20 +269,32 @@ class LLM:
             self._requests[own.request_id] = own
         return own
 
-    def _next_event(self, own: _Request) -> Event:
-        """Whoever waits for an event makes the engine's steps, and hands the others theirs."""
+    def _next(self, inbox: _Inbox) -> tuple[_Request, Event]:
+        """The next event of an inbox. Whoever waits makes the engine's steps, and hands the others their events."""
         with self._lock:
-            while not own.events:
+            while not inbox:
                 self._step()
-            return own.events.popleft()
+            own, event = inbox.popleft()
+        if event is _LOST:
+            raise RuntimeError("the engine failed in a step of another request, and this one was under way")
+        return own, event
 
     def _step(self) -> None:
         """One step of the engine. Call with the lock held."""
         self._check_not_lent()
         self._cancel_dropped()
-        for event in self._engine.step():
-            if (own := self._requests.get(cast(int, event.request_id))) is not None:
-                own.events.append(event)
+        try:
+            events = self._engine.step()
+        except BaseException:
+            # Nothing that was under way can go on. Once it is cancelled the engine serves others.
+            for own in self._requests.values():
+                own.inbox.append((own, _LOST))
+            self._dropped += self._requests
+            self._cancel_dropped()
+            raise
+        for event in events:
+            if (receiver := self._requests.get(cast(int, event.request_id))) is not None:
+                receiver.inbox.append((receiver, event))
 
     def _drop(self, own: _Request) -> None:
         """End a request that has not ended, and forget it. Any number of times, at any time.
@@ -315,15 +327,21 @@ class LLM:
             raise RequestError("a stream with use_cache=False is open, which has the model for itself")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Request:
-    """A request under way; `events` are those that nobody has asked for yet."""
+    """A request under way; `inbox` is where its events wait to be asked for, with those of others like it."""
 
     request_id: int
     prompt_ids: tuple[int, ...]
     params: request.SamplingParams
     text: CompletionText
-    events: deque[Event] = field(default_factory=deque)
+    inbox: _Inbox
+
+
+_Inbox: TypeAlias = deque[tuple[_Request, Event]]
+
+_LOST: Final = Event(None, None, "error")
+"""Stands for the events that will not come after a step has failed."""
 
 
 def _piece(text: CompletionText, event: Event) -> Piece:

@@ -10,7 +10,7 @@ import tokenizers
 from chat_templates import FAMILIES, SHAPES, Family
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_tokenizers import TRAINING_TEXT, toy_json
+from toy_tokenizers import TRAINING_TEXT, library_tokenizer, toy_json
 
 from crucible.errors import CrucibleError
 from crucible.tokenizer import Tokenizer
@@ -183,7 +183,19 @@ def test_a_space_goes_before_each_stretch_of_text_as_the_tokenizer_has_it(scheme
     document |= {"padding": None, "truncation": None, "post_processor": None}
     library = tokenizers.Tokenizer.from_str(json.dumps(document))
     template = ChatTemplate(Tokenizer.from_bytes(json.dumps(document).encode()), "x")
-    for text in ("<s>the cat</s>a cat", "the</s>cat <s> the", "<s>", "the cat", "</s> </s>at"):
+    for text in SPACED:
+        assert template._encode_written(written(text)) == library.encode(text, add_special_tokens=False).ids, text
+
+
+SPACED = ("<s>the cat</s>a cat", "the</s>cat <s> the", "<s>", "the cat", "</s> </s>at")
+
+
+def test_a_space_that_the_normalizer_puts_goes_before_every_stretch() -> None:
+    library, template = (
+        library_tokenizer(toy_json("metaspace_bpe")),
+        ChatTemplate(Tokenizer.from_bytes(toy_json("metaspace_bpe")), "x"),
+    )
+    for text in SPACED:
         assert template._encode_written(written(text)) == library.encode(text, add_special_tokens=False).ids, text
 
 
@@ -213,7 +225,7 @@ def test_an_open_turn_keeps_its_space_unless_the_template_trims() -> None:
 
 
 def test_what_cannot_be_continued_is_refused() -> None:
-    with pytest.raises(ChatError, match="leaves out its text"):
+    with pytest.raises(ChatError, match=r"messages\[1\] is an assistant's .* leaves out its text"):
         chat(CHATML, source="{{ messages[0].content }}").encode([*user("a"), {"role": "assistant", "content": "b"}])
     calls = [*user("a"), {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]
     with pytest.raises(ChatError, match=r"messages\[1\] has tool_calls, and no text to go on from"):
@@ -279,8 +291,15 @@ def test_fields_that_the_template_names_reach_it_as_plain_data() -> None:
     template = chat(CHATML, source=source)
     messages = [*user("a"), {"role": "tool", "name": "f", "content": "r", "extra": {"a": (1, True)}}]
     assert template.render(messages) == "[f:r:True]"
-    with pytest.raises(ChatError, match=r"messages\[1\]\.extra\.a must be of a type that JSON has, not object"):
-        template.render([*user("a"), {"role": "tool", "content": "", "extra": {"a": object()}}])
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    for value, message in (
+        ({"a": object()}, r"messages\[1\]\.extra\.a must be of a type that JSON has, not object"),
+        (deep, r"messages\[1\]\.extra is nested too deep"),
+    ):
+        with pytest.raises(ChatError, match=message):
+            template.render([*user("a"), {"role": "tool", "content": "", "extra": value}])
 
 
 @pytest.mark.parametrize(
@@ -332,6 +351,8 @@ def test_malformed_messages_are_refused_by_name(messages: Any, message: str, sou
         ("{{ '{0.__class__.__mro__}'.format(1) }}", "fails on these messages: .* unsafe"),
         ("{{ messages.append(1) }}", "fails on these messages: .* unsafe"),
         ("{% for i in range(10**9) %}{% endfor %}", "fails on these messages: Range too big"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "fails on these messages: maximum recursion"),
+        ("{% for i in [1] %}" * 40 + "{% endfor %}" * 40, "the chat template is malformed: "),
     ],
 )
 def test_a_template_s_errors_are_the_caller_s_to_read(source: str, message: str) -> None:

@@ -339,6 +339,25 @@ def test_a_stream_dropped_in_the_midst_of_a_step_waits_for_no_lock(llm: LLM) -> 
     assert_idle(llm)
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_step_that_fails_ends_what_was_under_way_and_nothing_else(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    alone = list(llm.stream(PROMPT, SAMPLED))
+    streams = [llm.stream(PROMPT, SAMPLED) for _ in range(6)]  # more than there are slots
+    for _ in range(steps):
+        assert [next(stream) for stream in streams[:4]]
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine.backend, "submit", lambda plan: (_ for _ in ()).throw(MemoryError("no room")))
+        with pytest.raises(MemoryError, match="no room"):
+            list(streams[0])
+    for stream in streams[1:]:
+        got: list[Piece] = []
+        with pytest.raises(RuntimeError, match="the engine failed in a step of another request"):
+            got.extend(stream)
+    assert list(llm.stream(PROMPT, SAMPLED)) == alone
+
+
 def test_without_a_cache_the_text_is_the_same(llm: LLM) -> None:
     params = dataclasses.replace(SAMPLED, stop=["zz", "\ufffd\ufffd\ufffd"])
     alone = list(llm.stream("the dog", params))

@@ -99,9 +99,10 @@ class ChatTemplate:
 
         checked = _checked(messages, self._template.names)
         mark = self._unused_character(checked) if checked[-1]["role"] == "assistant" else None
+        at = f"messages[{len(checked) - 1}]"
         if mark is not None:
             if checked[-1].get("tool_calls"):
-                raise ChatError(f"messages[{len(checked) - 1}] has tool_calls, and no text to go on from")
+                raise ChatError(f"{at} has tool_calls, and no text to go on from")
             # The space shows whether the template trims contents.
             checked[-1]["content"] += mark + " "
         # Roles are checked to be known ones, and a template may make control tokens of them.
@@ -114,6 +115,8 @@ class ChatTemplate:
                 **{name: written(token) for name, token in self.special_tokens.items()},
             }
         )
+        if mark is not None and mark not in text:
+            raise ChatError(f"{at} is an assistant's to go on from, and the chat template leaves out its text")
         return text if mark is None else _open_turn(text, mark)
 
     def _unused_character(self, messages: Sequence[Message]) -> str:
@@ -163,24 +166,26 @@ class ChatTemplate:
 
         Another one only where a space is put before the beginning of a text, and not before each stretch of it.
         """
-        steps = self.tokenizer._spec.document.get("pre_tokenizer")
-        if '"prepend_scheme": "first"' not in json.dumps(steps):
+        if not _first_only(self.tokenizer._spec.document):
             return self.tokenizer
         document = json.loads(self.tokenizer.to_json())
-        for step in (document["pre_tokenizer"], *document["pre_tokenizer"].get("pretokenizers", ())):
-            if step.get("prepend_scheme") == "first":
-                step["prepend_scheme"] = "never"
+        for step in _first_only(document):
+            step["prepend_scheme"] = "never"
         return Tokenizer.from_bytes(json.dumps(document).encode())
+
+
+def _first_only(document: Mapping[str, Any]) -> list[Any]:
+    """The steps of a tokenizer.json that put a space before the beginning of a text alone."""
+    steps = document.get("pre_tokenizer") or {}
+    return [step for step in (steps, *steps.get("pretokenizers", ())) if step.get("prepend_scheme") == "first"]
 
 
 def _open_turn(text: Written, mark: str) -> Written:
     """The text up to the mark at the end of the last message, without the message's white space before it if the
     template trims contents: behind the mark it then left no space."""
-    at = text.rfind(mark)
-    if at < 0:
-        raise ChatError("the last message is an assistant's, and the chat template leaves out its text to go on from")
-    is_trimmed = text[at + 1 : at + 2] != " "
-    text = text[:at]
+    end = text.rindex(mark)
+    is_trimmed = text[end + 1 : end + 2] != " "
+    text = text[:end]
     while is_trimmed and text[-1:].isspace() and not text.by_template[-1]:
         text = text[:-1]
     return text
@@ -228,7 +233,10 @@ def _checked_message(at: str, message: Any, names: frozenset[str]) -> dict[str, 
             continue
         if name not in names:
             raise ChatError(f"{at}.{name} is a field for which this model's chat template has no place")
-        checked[name] = _plain_data(f"{at}.{name}", value)
+        try:
+            checked[name] = _plain_data(f"{at}.{name}", value)
+        except RecursionError:
+            raise ChatError(f"{at}.{name} is nested too deep") from None
     return checked
 
 

@@ -122,7 +122,7 @@ class Template:
         try:
             self._compiled = environment.from_string(source)
             tree = environment.parse(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, SyntaxError, RecursionError) as error:  # the latter two where it nests too deep
             raise TemplateError(f"the chat template is malformed: {error}") from None
         constants = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
         self.names = frozenset(constants | {node.attr for node in tree.find_all(nodes.Getattr)})
@@ -139,12 +139,24 @@ class Template:
             return concat([self._compiled.render(variables)])
         except _Raised as error:
             raise TemplateError(f"the chat template refuses these messages: {error}") from None
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+        except _FAILURES as error:
             raise TemplateError(f"the chat template fails on these messages: {error}") from None
 
 
 class _Raised(jinja2.TemplateError):
     """By the template, with `raise_exception`."""
+
+
+_FAILURES = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What the expressions of a template can raise."""
 
 
 class _CodeGenerator(CodeGenerator):
