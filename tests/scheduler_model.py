@@ -70,7 +70,14 @@ class CheckedScheduler:
         ids = [*self.waiting, *self.resident]
         if not ids:
             return
-        request_id = ids[choice % len(ids)]
+        self._end(ids[choice % len(ids)])
+
+    def finish(self) -> None:
+        """End those whose tokens are all planned."""
+        for request_id in [name for name, request in self.resident.items() if not request.has_rows]:
+            self._end(request_id)
+
+    def _end(self, request_id: int) -> None:
         slot = self.scheduler.end(request_id)
         assert slot == (None if request_id in self.waiting else self.resident[request_id].slot)
         self.waiting.pop(request_id, None)

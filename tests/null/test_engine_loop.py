@@ -259,6 +259,9 @@ def test_rows_queued_behind_an_end_are_dropped() -> None:
 # ---- any order of calls ---------------------------------------------------------------------------------------------
 
 
+FEW = st.integers(0, 8)
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Requests of all kinds come, are cancelled and served in any order; at the end each has exactly what it must."""
 
@@ -280,6 +283,7 @@ class EngineMachine(RuleBasedStateMachine):
         seed=st.integers(0, 9),
         stops=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=4),
         flags=st.tuples(st.booleans(), st.booleans()),
+        steps=FEW,
     )
     def add(
         self,
@@ -289,6 +293,7 @@ class EngineMachine(RuleBasedStateMachine):
         seed: int,
         stops: list[int],
         flags: tuple[bool, bool],
+        steps: int,
     ) -> None:
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -305,15 +310,13 @@ class EngineMachine(RuleBasedStateMachine):
                 self.session.add(name, prompt, params)
         else:
             self.session.add(name, prompt, params)
+        self.session.step(steps)
 
-    @rule(count=st.integers(1, 12))
-    def step(self, count: int) -> None:
-        self.session.step(count)
-
-    @rule(choice=st.integers(0, 30))
-    def cancel(self, choice: int) -> None:
+    @rule(choice=st.integers(0, 30), steps=FEW)
+    def cancel(self, choice: int, steps: int) -> None:
         if self.session.added:
             self.session.cancel(list(self.session.added)[choice % len(self.session.added)])
+        self.session.step(steps)
 
     def teardown(self) -> None:
         if hasattr(self, "session"):
@@ -321,7 +324,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestEngineMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
 def test_three_hundred_random_sessions() -> None:
