@@ -36,9 +36,10 @@ MIN_CUDA_OF_GENERATION = {10: (12, 8), 12: (12, 8)}
 EXTRAS = {
     "train": "crucible train, export and demo",
     "data": "crucible prepare from the Hugging Face hub, .parquet and .zst",
-    "cpu": "the fast CPU backend that is to come",
+    "cpu": "the fast CPU backend",
     "cuda": "the CUDA backend that is to come",
     "gguf": "quantised .gguf files, smollm2 among them",
+    "peers": "crucible bench compare",
     "dev": "make test and make check",
 }
 """What each extra of pyproject.toml is for."""

@@ -231,7 +231,7 @@ def evaluate_model(
     data: str | Path,
     *,
     num_tokens: int,
-    variants: Sequence[Variant] = ("f32",),
+    variants: Sequence[str] = ("f32",),
     path: EvalPath = "decode",
     context: int | None = None,
     backend: str = "auto",

@@ -15,7 +15,13 @@ from toy_artifact import write_toy_artifact
 
 from crucible import LLM, cli
 
-COMMANDS = [command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback]
+APPS = [group.typer_instance for group in cli.app.registered_groups if group.typer_instance]
+COMMANDS = [
+    [command.name or command.callback.__name__]
+    for app in APPS
+    for command in app.registered_commands
+    if command.callback
+] + [["bench", name] for name in ("decode", "prefill", "compare")]
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +51,16 @@ def test_help_shows_the_path(crucible) -> None:
     assert result.status == 0
     order = [result.out.index(f" {name} ") for name in ("prepare", "train", "export", "generate")]
     assert order == sorted(order)
-    for name in COMMANDS:
+    for name, *_ in COMMANDS:
         assert f" {name} " in result.out
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_with_an_example(crucible, command: str) -> None:
-    result = crucible(command, "--help")
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_help_with_an_example(crucible, command: list[str]) -> None:
+    result = crucible(*command, "--help")
     assert result.status == 0
     assert "Example" in result.out
-    assert f"crucible {command}" in result.out.split("Example")[1]
+    assert f"crucible {' '.join(command)}" in result.out.split("Example")[1]
 
 
 def test_the_version_is_the_package_s(crucible) -> None:
@@ -112,7 +118,7 @@ def test_inspect_shows_the_model(crucible, artifact: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "nowhere", "-p", "x"], "nowhere: no such folder"),
+        (["generate", "nowhere", "-p", "x"], "nowhere: no such file or folder"),
         (["generate", "{artifact}", "-p", ""], "the prompt is empty"),
         (["generate", "{artifact}", "-p", "x", "-n", "500"], "the context of 96"),
         (["generate", "{artifact}", "-p", "x", "--top-k", "5"], "top_k=5 needs a positive temperature"),

@@ -34,11 +34,15 @@ HEAVY = (
 
 WITHOUT_TORCH = (
     "cli",
+    "commands",
+    "completion",
     "config",
     "data",
     "doctor",
     "engine",
     "errors",
+    "evaluate",
+    "files",
     "gguf",
     "hardware",
     "llm",
@@ -297,6 +301,10 @@ def test_importing_loads_nothing_heavy(module: str) -> None:
 
 
 def test_the_torch_free_parts_work_where_nothing_heavy_is_installed() -> None:
-    modules = sorted(name for name in import_graph(SOURCE) if within(name, *ours(*WITHOUT_TORCH)))
+    modules = sorted(
+        name
+        for name in import_graph(SOURCE)
+        if within(name, *ours(*WITHOUT_TORCH)) and not within(name, "crucible.engine.cpu")  # that room is Numba's
+    )
     assert len(modules) > len(WITHOUT_TORCH)
     python(BLOCK + "".join(f"import {name}\n" for name in modules))

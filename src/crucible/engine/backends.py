@@ -36,6 +36,11 @@ def resolve_backend(name: str) -> BackendName:
     return name
 
 
+def default_weight_format(backend: BackendName) -> WeightFormat:
+    """What a backend holds matrices in unless asked: the oracle in f32, the fast ones in int8."""
+    return "f32" if backend == "reference" else "int8"
+
+
 def make_backend(
     name: str,
     config: ModelConfig,
