@@ -32,8 +32,9 @@ from crucible.engine.weights import SCALES, WEIGHTS_NAME, load_stored_weights, l
 from crucible.export.artifact import export_checkpoint, verify
 from crucible.export.inspect import inspect
 from crucible.export.names import from_artifact
-from crucible.export.quantise import export_int8, quantise_artifact, verify_int8
+from crucible.export.quantise import export_int8, verify_int8, write_int8
 from crucible.llm import LLM
+from crucible.models import resolve
 from crucible.tokenizer import Tokenizer
 from crucible.train.checkpoint import TrainingState, save
 
@@ -47,7 +48,7 @@ def plain(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def int8(plain: Path, tmp_path: Path) -> Path:
-    return quantise_artifact(plain, tmp_path / "int8")
+    return write_int8(resolve(plain), tmp_path / "int8")
 
 
 # ---- what is written and read back ------------------------------------------------------------------------------
@@ -57,7 +58,7 @@ def int8(plain: Path, tmp_path: Path) -> Path:
 def test_the_artifact_holds_the_int8_weights_of_its_source(config: ModelConfig, tmp_path: Path) -> None:
     changes = {key: value for key, value in config.to_dict().items() if key != "vocab_size"}
     plain = write_toy_artifact(tmp_path / "plain", **changes)
-    out = quantise_artifact(plain, tmp_path / "int8")
+    out = write_int8(resolve(plain), tmp_path / "int8")
     config = read_config(out)
     assert config == read_config(plain)
     weights = load_weights(plain, config)
@@ -71,7 +72,7 @@ def test_the_artifact_holds_the_int8_weights_of_its_source(config: ModelConfig, 
             assert not weight.values.flags.owndata
         assert dense(weight).tobytes() == dense(wanted[name]).tobytes()
         assert load_weights(out, config)[name].tobytes() == dense(wanted[name]).tobytes()
-    check = verify_int8(out, plain, lengths=(1, 30))
+    check = verify_int8(out, resolve(plain), lengths=(1, 30))
     assert 0 < check.max_relative_error < 0.2
     assert check.top1_agreement > 0.5
 
@@ -85,7 +86,6 @@ def test_the_folder_keeps_what_the_source_says(plain: Path, int8: Path) -> None:
         "chunk_size": 128,
     }
     assert read_generation(int8) == read_generation(plain)
-    assert (int8 / "tokenizer.json").read_bytes() == (plain / "tokenizer.json").read_bytes()
     provenance = read_json(int8 / "crucible.json")
     assert (provenance["quantised_from"], provenance["dtype"]) == ("plain", "int8")
     assert {path.name for path in int8.parent.iterdir()} == {"plain", "int8"}
@@ -93,6 +93,28 @@ def test_the_folder_keeps_what_the_source_says(plain: Path, int8: Path) -> None:
     assert dtypes == {"I8", "F32"}
     size = sum(array.nbytes for array in load_file(int8 / WEIGHTS_NAME).values())
     assert size < 0.5 * (plain / WEIGHTS_NAME).stat().st_size
+
+
+def test_tokenizer_and_chat_template_come_along(plain: Path, tmp_path: Path) -> None:
+    """Those of a Hugging Face folder: special tokens by name, several ends, a prefix, a template with odd line ends."""
+    values = json.loads((plain / "tokenizer.json").read_text())
+    end = next(token["content"] for token in values["added_tokens"])
+    values["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": end, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {end: {"id": end, "ids": [VOCAB_SIZE - 21], "tokens": [end]}},
+    }
+    (plain / "tokenizer.json").write_text(json.dumps(values))
+    (plain / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": [2, 3]}))
+    (plain / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}, "eos_token": end}))
+    (plain / "chat_template.jinja").write_text("{{ messages }}\r\n ß", newline="")
+    source = resolve(plain)
+    found = resolve(write_int8(source, tmp_path / "int8"))
+    assert source.prefix_ids
+    for name in ("config", "generation", "special_tokens", "prefix_ids", "chat_template"):
+        assert getattr(found, name) == getattr(source, name)
+    assert found.tokenizer.sha256 == source.tokenizer.sha256
 
 
 def test_the_engine_runs_it(plain: Path, int8: Path) -> None:
@@ -184,7 +206,7 @@ def test_config_and_tensors_must_agree(plain: Path, int8: Path) -> None:
     shutil.copyfile(plain / WEIGHTS_NAME, int8 / WEIGHTS_NAME)
     with pytest.raises(ArtifactError, match="missing tensors"):
         open_weights(int8, config)
-    quantise_artifact(plain, plain.parent / "other")
+    write_int8(resolve(plain), plain.parent / "other")
     shutil.copyfile(plain.parent / "other" / WEIGHTS_NAME, plain / WEIGHTS_NAME)
     with pytest.raises(ArtifactError, match="unexpected tensors"):
         open_weights(plain, config)
@@ -209,13 +231,13 @@ def test_a_config_that_declares_anything_else_is_refused() -> None:
 
 def test_int8_is_not_made_of_int8_and_a_difference_is_found(plain: Path, int8: Path, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="int8 already"):
-        quantise_artifact(int8, tmp_path / "again")
+        write_int8(resolve(int8), tmp_path / "again")
     with pytest.raises(ArtifactError, match="exists"):
-        quantise_artifact(plain, int8)
+        write_int8(resolve(plain), int8)
     rewrite(int8, lambda arrays: arrays[UP].__setitem__((3, 5), 99))
     with pytest.raises(ArtifactError, match=f"tensor '{UP}' is not that of"):
-        verify_int8(int8, plain)
+        verify_int8(int8, resolve(plain))
     values = json.loads((int8 / "config.json").read_text())
     (int8 / "config.json").write_text(json.dumps({**values, "rope_theta": 5.0}))
     with pytest.raises(ArtifactError, match="configuration is not that of"):
-        verify_int8(int8, plain)
+        verify_int8(int8, resolve(plain))

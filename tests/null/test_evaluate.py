@@ -35,7 +35,8 @@ from crucible.evaluate import (
     mean_and_error,
     read_tokens,
 )
-from crucible.export.quantise import quantise_artifact
+from crucible.export.quantise import write_int8
+from crucible.models import resolve
 from crucible.tokenizer import Tokenizer
 
 NUM_TOKENS = 75
@@ -308,7 +309,7 @@ def test_an_int8_artifact_is_evaluated_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TRAINING_TEXT)
     options: dict[str, Any] = {"num_tokens": 40, "backend": "reference", "variants": ("int8",)}
     plain = evaluate_model(folder, tmp_path / "a.txt", **options)
-    stored = evaluate_model(quantise_artifact(folder, tmp_path / "int8"), tmp_path / "a.txt", **options)
+    stored = evaluate_model(write_int8(resolve(folder), tmp_path / "int8"), tmp_path / "a.txt", **options)
     assert stored.rows[0].cross_entropy == plain.rows[0].cross_entropy
 
 
