@@ -25,7 +25,7 @@ from crucible.completion import Completion, CompletionText, Piece, SamplingParam
 from crucible.config import ModelConfig
 from crucible.engine import request, runner
 from crucible.engine.backend import PAGE_SIZE
-from crucible.engine.backends import BackendName, make_backend, resolve_backend
+from crucible.engine.backends import BackendName, default_weight_format, make_backend, resolve_backend
 from crucible.engine.engine import Engine, Event
 from crucible.engine.quant import WeightFormat
 from crucible.engine.request import RequestError
@@ -54,7 +54,7 @@ class LLM:
             `smollm2`: see `models.resolve`.
         backend: "cpu" is the fast one (extra `cpu`), "reference" the float64 oracle in numpy: exact, slow, nothing to
             install. "auto" is the fastest that is installed.
-        weights: what matrices are held in: "f32", "f16" or "int8". "auto" is as they are stored for the reference and
+        weights: what matrices are held in: "f32", "f16" or "int8". "auto" suits the backend: f32 for the reference,
             int8 for the others.
         num_slots: requests that are computed at once; more wait for their turn.
 
@@ -67,7 +67,7 @@ class LLM:
         self,
         model: str | Path,
         *,
-        backend: BackendName | Literal["auto"] = "reference",
+        backend: BackendName | Literal["auto"] = "auto",
         weights: WeightFormat | Literal["auto"] = "auto",
         num_slots: int = NUM_SLOTS,
     ) -> None:
@@ -84,7 +84,7 @@ class LLM:
                 name,
                 loaded.config,
                 loaded.weights,
-                weight_format=_default_format(name) if weights == "auto" else weights,
+                weight_format=default_weight_format(name) if weights == "auto" else weights,
                 num_slots=num_slots,
                 num_pages=_num_pages(loaded.config, num_slots),
             ),
@@ -379,10 +379,6 @@ def _one_for_each(params: Any, num_prompts: int) -> list[request.SamplingParams]
             f"params must be one for all prompts or one for each: {len(params)} for {num_prompts} prompts"
         )
     return list(params)
-
-
-def _default_format(backend: BackendName) -> WeightFormat:
-    return "f32" if backend == "reference" else "int8"
 
 
 def _num_pages(config: ModelConfig, num_slots: int) -> int:

@@ -72,9 +72,7 @@ def test_the_artifact_holds_the_int8_weights_of_its_source(config: ModelConfig, 
             assert not weight.values.flags.owndata
         assert dense(weight).tobytes() == dense(wanted[name]).tobytes()
         assert load_weights(out, config)[name].tobytes() == dense(wanted[name]).tobytes()
-    check = verify_int8(out, resolve(plain), lengths=(1, 30))
-    assert 0 < check.max_relative_error < 0.2
-    assert check.top1_agreement > 0.5
+    verify_int8(out, resolve(plain))
 
 
 def test_the_folder_keeps_what_the_source_says(plain: Path, int8: Path) -> None:
@@ -119,7 +117,7 @@ def test_tokenizer_and_chat_template_come_along(plain: Path, tmp_path: Path) -> 
 
 def test_the_engine_runs_it(plain: Path, int8: Path) -> None:
     config = read_config(plain)
-    found, wanted = LLM(int8), LLM(plain)
+    found, wanted = LLM(int8, backend="reference"), LLM(plain, backend="reference")
     assert found.config == config
     difference = np.abs(found.logits("It is") - wanted.logits("It is")).max()
     assert 0 < difference < 0.1 * np.abs(wanted.logits("It is")).max()
@@ -135,10 +133,9 @@ def test_a_run_is_exported_by_way_of_f32(tmp_path: Path) -> None:
     checkpoint = save(run, model_config=config, tensors=tensors, optimizer={}, state=state)
     plain = export_checkpoint(run, tmp_path / "plain")
     for source in (run, checkpoint, plain):
-        out, check = export_int8(source, tmp_path / "deep" / source.name)
+        out = export_int8(source, tmp_path / "deep" / source.name)
         assert (out / WEIGHTS_NAME).read_bytes() == (tmp_path / "deep" / "run" / WEIGHTS_NAME).read_bytes()
         assert read_json(out / "crucible.json")["step"] == 3
-        assert "bit for bit" in str(check)
     assert {path.name for path in tmp_path.iterdir()} == {"run", "plain", "deep"}
     with pytest.raises(ArtifactError, match="verify_int8"):
         verify(out, run)

@@ -207,7 +207,7 @@ def test_what_cannot_be_measured_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_process_draws_what_the_library_draws(tmp_path: Path) -> None:
     folder = write_toy_artifact(tmp_path / "model")
     spec = EngineSpec(engine="crucible", model=str(folder), format="f32", threads=1, context=40, backend="reference")
-    llm = LLM(folder)
+    llm = LLM(folder, backend="reference")
     prompt = llm.encode("It is a truth")
     with EngineProcess(spec) as process:
         reply = process.ask(prompt, 6)
