@@ -1,4 +1,5 @@
-"""One request at a time over a backend: the loop behind a local `generate`, and logits of given tokens."""
+"""One request at a time over an idle backend: the engine's slow twin, which can do without a cache, and logits of given
+tokens."""
 
 from __future__ import annotations
 
