@@ -12,6 +12,7 @@ Extra shape letters: N outputs of a linear layer, K its inputs, C its chunks cei
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from crucible.config import ModelConfig
 from crucible.errors import CrucibleError
+from crucible.hardware import usable_cores
 
 F32: TypeAlias = npt.NDArray[np.float32]
 
@@ -237,10 +239,10 @@ def convert(config: ModelConfig, weights: Mapping[str, Weight], weight_format: W
     """
     if weight_format not in WEIGHT_FORMATS:
         raise QuantError(f"the weight format must be one of {', '.join(WEIGHT_FORMATS)}, not {weight_format!r}")
-    return {
-        name: _convert(config, name, weight, weight_format) if is_matrix(name) else weight
-        for name, weight in weights.items()
-    }
+    # In threads: numpy holds no lock while it computes, and a model is quantised before its first token.
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        converted = pool.map(lambda name: _convert(config, name, weights[name], weight_format), weights)
+        return dict(zip(weights, converted, strict=True))
 
 
 def dense(weight: Weight) -> F32:
@@ -249,7 +251,7 @@ def dense(weight: Weight) -> F32:
 
 
 def _convert(config: ModelConfig, name: str, weight: Weight, weight_format: WeightFormat) -> Weight:
-    if isinstance(weight, Int8Weight) and weight_format == "int8":
+    if not is_matrix(name) or (isinstance(weight, Int8Weight) and weight_format == "int8"):
         return weight
     try:
         if weight_format == "int8":
