@@ -233,7 +233,7 @@ def test_what_cannot_be_continued_is_refused() -> None:
 
 
 def test_a_message_may_hold_the_characters_that_mark_an_open_turn() -> None:
-    private = "".join(map(chr, range(0xE000, 0xE010)))
+    private = "".join(map(chr, range(0xE000, 0xF900)))
     text = chat(CHATML).render([*user(private), {"role": "assistant", "content": private}])
     assert text.endswith(f"<|im_start|>assistant\n{private}")
 

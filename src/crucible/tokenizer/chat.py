@@ -120,9 +120,9 @@ class ChatTemplate:
         return text if mark is None else _open_turn(text, mark)
 
     def _unused_character(self, messages: Sequence[Message]) -> str:
-        """One of private use, to mark where the last message ends."""
+        """One to mark where the last message ends: of private use, unless the messages have all of those."""
         taken = set(self.source or "").union(json.dumps(messages, ensure_ascii=False))
-        return next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in taken)
+        return next(chr(code) for code in range(0xE000, 0x110000) if chr(code) not in taken)
 
     # ---- ids --------------------------------------------------------------------------------------------------
 
