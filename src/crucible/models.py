@@ -86,15 +86,25 @@ def resolve(model: str | Path) -> LoadedModel:
         ArtifactError, TokenizerError: there is no such model, it cannot be fetched, or it is not one that this project
             can run; the message names the file, key or tensor.
     """
+    path, name = locate(model)
+    return _load_folder(path, name) if path.is_dir() else _load_gguf(path, name)
+
+
+def locate(model: str | Path) -> tuple[Path, str]:
+    """The folder or the .gguf file of a model as for `resolve`, fetched if need be, and what to call the model.
+
+    Raises:
+        ArtifactError: there is no such model, or it cannot be fetched.
+    """
     path = Path(model).expanduser()
     if path.is_dir():
-        return _load_folder(path, path.resolve().name)
+        return path, path.resolve().name
     if (gguf := gguf_path(model)) is not None:
-        return _load_gguf(gguf, gguf.stem if path.is_file() else str(model))
+        return gguf, gguf.stem if path.is_file() else str(model)
     if path.is_file():
         raise ArtifactError(f"{model}: not a model; give a folder with config.json, or a .gguf file")
     if _HUB_ID.fullmatch(str(model)) and path.suffix != ".gguf":
-        return _load_folder(_fetch(str(model)), str(model))
+        return _fetch(str(model)), str(model)
     raise ArtifactError(
         f"{model}: no such file or folder; a model is the folder of an artifact or of a Hugging Face model, a .gguf "
         f"file, an id organisation/name on the Hugging Face hub, or {SMOLLM2}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cells import all_cells, toy
+from cells import LINEAR, all_cells, toy
+from gguf_bytes import toy_metadata, toy_tensors, write_gguf
 from rich.console import Console
 from safetensors.numpy import save_file
 from toy_weights import toy_weights
@@ -54,6 +56,36 @@ def rendered(inspection: Inspection, width: int = 200) -> str:
 
 
 # ---- what it finds ----------------------------------------------------------------------------------------------
+
+
+def test_a_gguf_file_is_described_as_a_model(tmp_path: Path) -> None:
+    config = toy(vocab_size=320, rope_scaling=LINEAR)
+    metadata = toy_metadata(config) | {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    path = write_gguf(tmp_path / "x.gguf", metadata, toy_tensors(config, toy_weights(config)))
+    found = inspect(path)
+    assert (found.kind, found.config, found.end_ids) == ("GGUF file", config, (299,))
+    assert [info.name for info in found.tensors] == list(config.tensor_shapes())
+    text = rendered(found)
+    assert "Llama: attention gqa" in text
+    assert "rope_scaling linear by 4" in text
+    assert "general.quantization_version  2" in text
+    tensors = toy_tensors(config, toy_weights(config)) | {"other": (0, (1,), bytes(4))}
+    with pytest.raises(ArtifactError, match=r"x\.gguf: unexpected tensor: 'other'"):
+        inspect(write_gguf(path, metadata, tensors))
+
+
+@pytest.mark.parametrize(
+    ("changes", "family"),
+    [
+        ({"qkv_bias": True}, "Qwen2: .*, qkv_bias$"),
+        ({"qk_norm": True}, "Qwen3: .*, qk_norm$"),
+        ({"o_bias": True}, "crucible: .*, o_bias$"),
+    ],
+    ids=str,
+)
+def test_a_family_is_named(changes: dict[str, Any], family: str, tmp_path: Path) -> None:
+    text = rendered(inspect(write_artifact(tmp_path / "x", toy(**changes))))
+    assert re.search(f"^architecture +{family}", re.sub(" +\n", "\n", text), re.MULTILINE)
 
 
 @pytest.mark.parametrize("config", all_cells()[::5])

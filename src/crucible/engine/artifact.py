@@ -29,6 +29,7 @@ __all__ = [
     "config_to_json",
     "declares_int8",
     "generation_to_json",
+    "model_type_of",
     "read_config",
     "read_generation",
     "read_json",
@@ -207,7 +208,7 @@ def config_to_json(
     rope_theta stands at the top level, where every version of `transformers` reads it. Only the name of a head
     grouping can get lost: one head is mha and mqa at once, and a Llama configuration has no key for the name.
     """
-    model_type = "crucible" if dtype == "int8" else _model_type(config)
+    model_type = "crucible" if dtype == "int8" else model_type_of(config)
     values: dict[str, Any] = {"architectures": [_ARCHITECTURES[model_type]], "model_type": model_type}
     if model_type == "crucible":
         values |= {axis: getattr(config, axis) for axis in AXES}
@@ -232,7 +233,7 @@ def config_to_json(
     return values | ({_QUANTIZATION: dict(INT8_CONFIG)} if dtype == "int8" else {})
 
 
-def _model_type(config: ModelConfig) -> str:
+def model_type_of(config: ModelConfig) -> str:
     """The type of `transformers` that computes this, or "crucible"."""
     if config.is_llama:
         return "llama"

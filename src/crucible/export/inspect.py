@@ -1,4 +1,4 @@
-"""What an artifact, a checkpoint or a safetensors file holds, for people: checked like a load, without torch."""
+"""What a model, a checkpoint or a safetensors file holds, for people: checked like a load, without torch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from crucible.engine.artifact import (
     PROVENANCE_NAME,
     TOKENIZER_NAME,
     ArtifactError,
+    model_type_of,
     read_config,
     read_generation,
     read_json,
@@ -25,12 +26,18 @@ from crucible.engine.artifact import (
 from crucible.engine.safetensors_file import SafetensorsFile, TensorInfo, shown
 from crucible.engine.weights import WEIGHTS_NAME, open_weights
 from crucible.export.names import to_artifact
+from crucible.gguf import model as gguf_model
+from crucible.gguf.file import GgufFile
+from crucible.gguf.tokenizer import tokenizer_document
+from crucible.models import locate
 from crucible.tokenizer import Tokenizer, TokenizerError
+from crucible.tokenizer.spec import Spec
 
-Kind = Literal["artifact", "checkpoint", "safetensors file"]
+Kind = Literal["artifact", "checkpoint", "GGUF file", "safetensors file"]
 
 _STATE_NAME: Final = "state.json"
 _STATE_SHOWN: Final = ("step", "tokens", "val_loss", "best_step", "best_val_loss")
+_FAMILIES: Final = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "crucible": "crucible"}
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -77,23 +84,24 @@ class Inspection:
         return Group(summary, table)
 
 
-def inspect(path: Path) -> Inspection:
-    """Opens an artifact's folder, a checkpoint's, or one .safetensors file, with every check but of values.
+def inspect(model: str | Path) -> Inspection:
+    """Opens a checkpoint's folder, one .safetensors file, or a model as for `models.resolve`; checks all but values.
 
     Raises:
         ArtifactError: it is none of these, or anything about it is malformed; the message names the file.
-        TokenizerError: its tokenizer.json is not one that we can use.
+        TokenizerError: its tokenizer is not one that we can use.
     """
-    path = Path(path)
-    if path.is_file():
+    path = Path(model)
+    if path.suffix == ".safetensors" and path.is_file():
         file = SafetensorsFile(path)
         size = path.stat().st_size
         tensors = tuple(file.tensors.values())
         return Inspection(
             path=path, kind="safetensors file", tensors=tensors, bytes_on_disk=size, metadata=file.metadata
         )
-    if not path.is_dir():
-        raise ArtifactError(f"{path}: no such file or folder")
+    path, _ = locate(model)
+    if path.is_file():
+        return _inspect_gguf(path)
     if (path / _STATE_NAME).is_file():
         return _inspect_checkpoint(path)
     if (path / "checkpoints").is_dir():
@@ -116,6 +124,22 @@ def _inspect_artifact(path: Path) -> Inspection:
         tokenizer=Tokenizer.from_file(tokenizer) if tokenizer.exists() else None,
         end_ids=read_generation(path).eos_token_ids,
         provenance=read_json(provenance) if provenance.exists() else {},
+    )
+
+
+def _inspect_gguf(path: Path) -> Inspection:
+    file = GgufFile(path)
+    config = gguf_model.read_config(file)
+    tensors = [(name, file.tensors[stored]) for name, stored in gguf_model.checked_names(file, config).items()]
+    return Inspection(
+        path=path,
+        kind="GGUF file",
+        tensors=tuple(TensorInfo(name, info.type.name, info.shape, info.offset, info.nbytes) for name, info in tensors),
+        bytes_on_disk=path.stat().st_size,
+        config=config,
+        tokenizer=Tokenizer(Spec.from_document(tokenizer_document(file))),
+        end_ids=gguf_model.read_generation(file).eos_token_ids,
+        provenance={key: value for key, value in file.metadata.items() if key.startswith("general.")},
     )
 
 
@@ -161,7 +185,7 @@ def _summarise(inspection: Inspection) -> list[tuple[str, str]]:
         ("tensors", f"{len(inspection.tensors)}: " + ", ".join(f"{n} {dtype}" for dtype, n in dtypes.most_common())),
         ("on disk", _size(inspection.bytes_on_disk)),
     ]
-    if inspection.kind == "artifact":
+    if inspection.kind in ("artifact", "GGUF file"):
         rows += [("tokenizer", _describe_tokenizer(inspection.tokenizer)), ("ends with", _ids(inspection.end_ids))]
     rows += [(key, _value(value)) for key, value in inspection.provenance.items()]
     rows += list(inspection.metadata.items())
@@ -169,7 +193,10 @@ def _summarise(inspection: Inspection) -> list[tuple[str, str]]:
 
 
 def _describe(config: ModelConfig) -> list[tuple[str, str]]:
-    kind = "Llama" if config.is_llama else "crucible"
+    scaling = config.rope_scaling
+    extras = [name for name in ("qkv_bias", "o_bias", "qk_norm") if getattr(config, name)]
+    extras += [f"rope_scaling {scaling.kind} by {scaling.factor:g}"] if scaling is not None else []
+    parts = [*(f"{axis} {getattr(config, axis)}" for axis in AXES), *extras]
     sizes = (
         f"{config.num_hidden_layers} layers, hidden {config.hidden_size}, intermediate {config.intermediate_size}, "
         f"{config.num_attention_heads} heads and {config.num_key_value_heads} for keys and values, each of "
@@ -178,7 +205,7 @@ def _describe(config: ModelConfig) -> list[tuple[str, str]]:
     total, non_embedding = config.num_parameters(), config.num_non_embedding_parameters()
     head = "tied" if config.tie_word_embeddings else "untied"
     return [
-        ("architecture", f"{kind}: {', '.join(f'{axis} {getattr(config, axis)}' for axis in AXES)}"),
+        ("architecture", f"{_FAMILIES[model_type_of(config)]}: {', '.join(parts)}"),
         ("sizes", sizes),
         (
             "vocabulary",

@@ -98,8 +98,21 @@ def load_weights(file: GgufFile, config: ModelConfig) -> dict[str, npt.NDArray[n
     """Every tensor of `config.tensor_shapes()` as float32, in that order, rows of queries and keys in halves.
 
     Raises:
-        ArtifactError: a tensor is missing, unexpected or mis-shaped, or holds a value that is not finite; the message
-            names it.
+        ArtifactError: as `checked_names`; also the first tensor that holds a value that is not finite.
+    """
+    names = checked_names(file, config)
+    architecture = _Keys(file).architecture
+    # Two threads halve the time: numpy holds no lock while it computes, and more would wait for memory.
+    with ThreadPoolExecutor(2) as pool:
+        loaded = pool.map(lambda name: _load(file, name, config, architecture), names)
+        return dict(zip(names, loaded, strict=True))
+
+
+def checked_names(file: GgufFile, config: ModelConfig) -> dict[str, str]:
+    """What the file calls each tensor of `config.tensor_shapes()`, in that order, after every check but of values.
+
+    Raises:
+        ArtifactError: a tensor is missing, unexpected or mis-shaped; the message names it.
     """
     # Before tensor_shapes(), whose length a hostile file could put in the billions.
     if config.num_hidden_layers > len(file.tensors):
@@ -114,11 +127,7 @@ def load_weights(file: GgufFile, config: ModelConfig) -> dict[str, npt.NDArray[n
         if file.tensors[name].shape != expected[name]:
             found = list(file.tensors[name].shape)
             raise ArtifactError(f"{file.path}: tensor {name}: shape must be {list(expected[name])}, not {found}")
-    architecture = _Keys(file).architecture
-    # Two threads halve the time: numpy holds no lock while it computes, and more would wait for memory.
-    with ThreadPoolExecutor(2) as pool:
-        loaded = pool.map(lambda name: _load(file, name, config, architecture), shapes)
-        return dict(zip(shapes, loaded, strict=True))
+    return {name: gguf_name(name) for name in shapes}
 
 
 def _load(file: GgufFile, name: str, config: ModelConfig, architecture: Architecture) -> npt.NDArray[np.float32]:
