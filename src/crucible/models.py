@@ -127,6 +127,10 @@ def gguf_path(model: str | Path) -> Path | None:
 
 
 def _load_folder(folder: Path, name: str) -> LoadedModel:
+    if (folder / "checkpoints").is_dir() or (folder / "state.json").is_file():
+        raise ArtifactError(
+            f"{folder} is a run or a checkpoint; make a model of it: crucible export {folder} --out ..."
+        )
     config = read_config(folder)
     texts = read_json(folder / TOKENIZER_CONFIG_NAME) if (folder / TOKENIZER_CONFIG_NAME).exists() else {}
     tokenizer, prefix_ids = _read_tokenizer(folder / TOKENIZER_NAME)

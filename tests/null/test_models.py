@@ -155,6 +155,14 @@ def test_tokenizer_and_special_ids_must_fit_the_model(folder: Path, tmp_path: Pa
         resolve(folder)
 
 
+@pytest.mark.parametrize("name", ["checkpoints/last/model.safetensors", "state.json"])
+def test_a_run_is_not_a_model_yet(folder: Path, name: str) -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    put(folder, name, "x")
+    with pytest.raises(ArtifactError, match=r"toy is a run or a checkpoint; make a model of it: crucible export "):
+        resolve(folder)
+
+
 def test_a_missing_file_is_named(folder: Path) -> None:
     for name, kind in (("tokenizer.json", TokenizerError), ("config.json", ArtifactError)):
         (folder / name).unlink()

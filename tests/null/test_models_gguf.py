@@ -181,6 +181,27 @@ def test_what_cannot_be_run_is_refused_by_name(tmp_path: Path, case: str) -> Non
         load(tmp_path, metadata, tensors)
 
 
+VALUES = st.one_of(
+    st.integers(0, 2**32 - 1),
+    st.floats(width=32),
+    st.booleans(),
+    st.text(max_size=6),
+    st.lists(st.integers(-8, 400), min_size=1, max_size=400),
+    st.lists(st.text(max_size=3), min_size=1, max_size=400),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.dictionaries(st.sampled_from(sorted(parts()[0])), VALUES, min_size=1, max_size=3))
+def test_any_metadata_is_a_model_or_refused(tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any]) -> None:
+    metadata, tensors = parts()
+    try:
+        model = load(tmp_path_factory.mktemp("any"), metadata | changes, tensors)
+    except (ArtifactError, TokenizerError):
+        return
+    assert list(model.weights) == list(model.config.tensor_shapes())
+
+
 def test_a_head_that_does_not_divide_is_asked_for(tmp_path: Path) -> None:
     metadata, tensors = parts()
     metadata = {k: v for k, v in metadata.items() if "_length" not in k or "embedding" in k or "context" in k}
