@@ -158,7 +158,7 @@ def _exported_from(artifact: Path) -> int | None:
 
 def _generate(console: Console, places: Places, prompt: str) -> None:
     _head(console, 4, "Generate", f"temperature {SAMPLING.temperature}, top-k {SAMPLING.top_k}, seed {SAMPLING.seed}")
-    llm = LLM(places.artifact)
+    llm = LLM(places.artifact, backend="reference")
     console.print(prompt, style="bold", end="", markup=False)
     began, tokens = time.monotonic(), 0
     for piece in llm.stream(prompt, SAMPLING):
