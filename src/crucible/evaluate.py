@@ -112,20 +112,19 @@ class Report:
         title = f"{self.scored:,} tokens in windows of {self.context:,}, {self.path} path"
         if self.scored < self.asked:
             title += f" (interrupted: {self.asked:,} were asked for)"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False)
         table.add_column("", no_wrap=True)
-        for heading in ("nats per token", "perplexity", "bits per byte", "against the first", "tokens/s"):
+        for heading in ("nats/token", "perplexity", "bits/byte", "over the first", ""):
             table.add_column(heading, justify="right", no_wrap=True)
-        first = self.rows[0].cross_entropy
+        first = self.rows[0]
         for row in self.rows:
-            share = f" ({row.extra / first:+.4%})" if first > 0 else ""
+            share = f"{row.extra / first.cross_entropy:+.3%}" if first.cross_entropy > 0 else ""
             table.add_row(
                 row.name,
-                f"{row.cross_entropy:.5f}" + _plus_minus(row.standard_error, 5),
-                f"{row.perplexity:.4f}",
-                "n/a" if row.bits_per_byte is None else f"{row.bits_per_byte:.5f}",
-                "" if row is self.rows[0] else f"{row.extra:+.6f}" + _plus_minus(row.extra_error, 6) + share,
-                f"{self.scored / row.seconds:,.1f}" if row.seconds else "n/a",
+                f"{row.cross_entropy:.4f}" + _plus_minus(row.standard_error, 4),
+                f"{row.perplexity:.3f}",
+                "n/a" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}",
+                *(("", "") if row is first else (f"{row.extra:+.5f}" + _plus_minus(row.extra_error, 5), share)),
             )
         return table
 

@@ -213,7 +213,8 @@ def evaluate(
         int | None, typer.Option(help="Score by prefill, windows of so many tokens.", show_default="by decode")
     ] = None,
     ctx: Annotated[
-        int | None, typer.Option(help="Tokens per window when scored by decode.", show_default="256")
+        int | None,
+        typer.Option(help="Tokens per window when scored by decode.", show_default="1024, at most the context"),
     ] = None,
     backend: Backend = "auto",
 ) -> None:
