@@ -123,7 +123,7 @@ def attend_chunk(
 @jit
 def page_at(model: Model, memory: Memory, layer: int, page: int, head: int, width: int) -> int:
     """Where the keys (width K) or values (width K') of one page and head begin."""
-    return ((layer * memory.num_pages + page) * model.num_kv_heads + head) * PAGE * width
+    return ((layer * model.num_kv_heads + head) * memory.num_pages + page) * PAGE * width
 
 
 @jit

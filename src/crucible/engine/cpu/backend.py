@@ -6,14 +6,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from crucible.config import ModelConfig
 from crucible.engine.backend import PAGE_SIZE
 from crucible.engine.cpu import attention
-from crucible.engine.cpu.compiling import choose_threads, compile_once
+from crucible.engine.cpu.compiling import HAS_HALF_PRECISION, compile_once, limited_to, start_threads
 from crucible.engine.cpu.lanes import LANES
 from crucible.engine.cpu.linear import BLOCK_ROWS, TILE
 from crucible.engine.cpu.packing import look_up, pack, round_up
@@ -21,6 +20,7 @@ from crucible.engine.cpu.state import F32, Batch, Memory, Model, State
 from crucible.engine.cpu.step import scratch_size, step, step_signature
 from crucible.engine.host_backend import HostBackend, Ids, Span
 from crucible.engine.quant import Weight, WeightFormat
+from crucible.errors import CrucibleError
 
 MAX_ROWS: Final = 256
 """Rows that go through the model at a time: bounds buffers and keeps them in cache. No result depends on it."""
@@ -42,7 +42,7 @@ class CpuBackend(HostBackend):
         notify: is told what takes long, in a line; by default printed on standard error.
 
     Raises:
-        CrucibleError: a tensor is missing, unknown or of another shape, or has no such format.
+        CrucibleError: a tensor is missing, unknown or of another shape, or has no such format; the CPU has no f16.
     """
 
     def __init__(
@@ -57,22 +57,26 @@ class CpuBackend(HostBackend):
         notify: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__(config, num_slots, num_pages)
-        self.num_threads = choose_threads() if num_threads is None else num_threads
+        if weight_format == "f16" and not HAS_HALF_PRECISION:
+            raise CrucibleError("this CPU has no instruction for f16 (F16C); take another weight format")
+        if num_threads is not None and num_threads < 1:
+            raise CrucibleError(f"num_threads must be at least 1, not {num_threads}")
+        self.num_threads = start_threads(num_threads)
         self._packed = pack(config, weights, weight_format)
         compile_once(step, step_signature(self._packed.weights), weight_format, notify or _print)
         self._memory = _allocate(self._packed.model, config, self.num_pages, self.num_threads)
 
     @property
     def keys(self) -> F32:
-        """The cache's keys, [L, P, G, K, 16]; the array itself."""
+        """The cache's keys, [L, G, P, K, 16]; the array itself."""
         model, memory = self._packed.model, self._memory
-        return memory.keys.reshape(model.num_layers, memory.num_pages, model.num_kv_heads, model.k, PAGE_SIZE)
+        return memory.keys.reshape(model.num_layers, model.num_kv_heads, memory.num_pages, model.k, PAGE_SIZE)
 
     @property
     def values(self) -> F32:
-        """The cache's values, [L, P, G, 16, K rounded up to 16]; the array itself."""
+        """The cache's values, [L, G, P, 16, K rounded up to 16]; the array itself."""
         model, memory = self._packed.model, self._memory
-        return memory.values.reshape(model.num_layers, memory.num_pages, model.num_kv_heads, PAGE_SIZE, model.k_stride)
+        return memory.values.reshape(model.num_layers, model.num_kv_heads, memory.num_pages, PAGE_SIZE, model.k_stride)
 
     def _forward(self, ids_M: Ids, spans: Sequence[Span], wanted_M: npt.NDArray[np.bool_]) -> F32:
         logits: list[F32] = []
@@ -91,12 +95,8 @@ class CpuBackend(HostBackend):
             x_MD = x_MD + self._packed.positions[batch.position]
         model, memory = self._packed.model, self._memory
         memory.x.reshape(-1, model.d_stride)[: len(ids_M), : model.d] = x_MD
-        before = numba.get_num_threads()
-        numba.set_num_threads(min(self.num_threads, numba.config.NUMBA_NUM_THREADS))
-        try:
+        with limited_to(self.num_threads):
             step(self._packed.weights, State(model, memory, batch), self.num_threads)
-        finally:
-            numba.set_num_threads(before)
         return batch.logits.reshape(-1, model.head.tiles * TILE)[: len(wanted_W), : self.config.vocab_size]
 
     def _batch(self, spans: Sequence[Span], wanted_W: Ids) -> Batch:
@@ -105,7 +105,7 @@ class CpuBackend(HostBackend):
         first_row = np.cumsum(length) - length
         tables = [span.page_table for span in spans]
         sizes = np.array([len(table) for table in tables], dtype=np.int64)
-        num_logits = round_up(len(wanted_W), BLOCK_ROWS) * self._packed.model.head.tiles * TILE
+        num_logits = (len(wanted_W) + BLOCK_ROWS) * self._packed.model.head.tiles * TILE
         return Batch(
             position=np.arange(length.sum()) + np.repeat(start - first_row, length),
             table=np.repeat(np.cumsum(sizes) - sizes, length),
@@ -142,7 +142,7 @@ def _allocate(model: Model, config: ModelConfig, num_pages: int, num_threads: in
         # Lanes are loaded whole, so the last row of a buffer may be read past its end.
         return np.zeros(int(np.prod(shape)) + LANES, dtype=np.float32)[: int(np.prod(shape))]
 
-    rows, per_page = MAX_ROWS, model.num_layers * num_pages * model.num_kv_heads * PAGE_SIZE
+    rows, per_page = MAX_ROWS + BLOCK_ROWS, model.num_layers * num_pages * model.num_kv_heads * PAGE_SIZE
     chunks = -(-config.max_position_embeddings // attention.CHUNK)
     partial = attention.BLOCK * (model.k_stride + LANES)
     own = round_up(max(scratch_size(rows), attention.scratch_size(model.k_stride)) + LANES, LANES)

@@ -6,7 +6,8 @@ import hashlib
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,9 @@ _TRIPLE, _CPU, _FEATURES = cpu_target.target_context.codegen().magic_tuple()
 
 HAS_WIDE_REGISTERS: Final = "+avx512f" in _FEATURES.split(",")
 """Whether there are 32 registers of 16 lanes: decides how much is kept in registers, and no bit of a result."""
+
+HAS_HALF_PRECISION: Final = not _TRIPLE.startswith(("x86", "i686")) or "+f16c" in _FEATURES.split(",")
+"""Whether an instruction widens f16; Numba's runtime has no function that could do it instead."""
 
 
 def cache_folder() -> Path:
@@ -70,23 +74,39 @@ def compile_once(function: Any, signature: tuple[Any, ...], name: str, notify: C
         marker.touch()
 
 
-def choose_threads() -> int:
-    """Threads to compute with: those that can run at once, at most as many as Numba was told to start.
+def start_threads(num_threads: int | None) -> int:
+    """Start the threads that compiled code runs on; how many. None is one for each core that can be used here.
 
-    Also puts OpenMP first among Numba's thread layers: an empty parallel loop on two cores takes 1.5 us with it and
-    114 us with Numba's own work queue, and a token of a small model has 150 such loops.
+    OpenMP comes first among Numba's thread layers: an empty parallel loop on two cores took 1.5 us with it and 114 us
+    with Numba's own work queue, and a token of a small model has 150 such loops. After this the process must not fork:
+    GNU's OpenMP aborts in the child.
     """
+    if num_threads is None:
+        num_threads = max(1, min(usable_cores(), numba.config.NUMBA_NUM_THREADS))
+    if num_threads == 1:
+        return 1
     if numba.config.THREADING_LAYER == "default":
         numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
-    return max(1, min(usable_cores(), numba.config.NUMBA_NUM_THREADS))
-
-
-def check_thread_layer() -> None:
-    """Warns once the threads run and are the slow kind."""
+    numba.get_num_threads()  # starts them
     if numba.threading_layer() == "workqueue":
         warnings.warn(
-            "neither OpenMP nor TBB was found; Numba's own threads make each token slower and one process must not "
-            "use two models at once: install libgomp, or `pip install tbb`",
+            "neither OpenMP nor TBB was found: each token takes longer, and one process must not compute on two models "
+            "at once. Install libgomp, or tbb with pip",
             RuntimeWarning,
             stacklevel=3,
         )
+    return num_threads
+
+
+@contextmanager
+def limited_to(num_threads: int) -> Iterator[None]:
+    """Compiled code that this thread calls runs on so many threads, as far as Numba started them."""
+    if num_threads == 1:
+        yield
+        return
+    before = numba.get_num_threads()
+    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
+    try:
+        yield
+    finally:
+        numba.set_num_threads(before)

@@ -1,7 +1,8 @@
 """Linear layers: a lane is an output row, and every lane adds its products in ascending k.
 
 So nothing is ever summed across lanes, and what a row of activations gives does not depend on how many rows there are:
-blocks of 8, 4 and 1 rows run the same chain of operations per row and differ in what they keep in registers.
+blocks of many rows, of four and of one run the same chain of operations per row, and differ in what they keep in
+registers.
 
     c_i = fma(w[n, k], x[k], c_i) over the k of chunk i, ascending, from zero
     y = c_0 * s_0;  y = fma(c_i, s_i, y) for i = 1, 2, ...
@@ -18,8 +19,9 @@ from crucible.engine.cpu.state import F32, Linear
 TILE: Final = 32
 """Outputs of a tile."""
 
-BLOCK_ROWS: Final = 8
-"""Rows of the largest block. Buffers hold a multiple of it, because a block may run past the last row."""
+
+BLOCK_ROWS: Final = 8 if HAS_WIDE_REGISTERS else 6
+"""Rows of the largest block. A block may run past the last row by as many less one, and buffers have room for it."""
 
 SUMS: Final = BLOCK_ROWS * TILE
 """Floats of scratch that `multiply` needs."""
@@ -56,8 +58,10 @@ def _make_block(rows: int, vectors: int) -> Any:
     return block
 
 
-_eight_rows = _make_block(8, 2) if HAS_WIDE_REGISTERS else _make_block(8, 1)
-_four_rows = _make_block(4, 2) if HAS_WIDE_REGISTERS else _make_block(4, 1)
+# One vector of each row keeps the sums, and with 16 registers of 256 bits the weights too, in registers; a row alone
+# needs more than one chain of additions to hide their latency.
+_many_rows = _make_block(BLOCK_ROWS, 1)
+_four_rows = _make_block(4, 1)
 _one_row = _make_block(1, 2)
 
 
@@ -77,8 +81,8 @@ def multiply(
     while row < num_rows:
         x_at, target = row * x_stride, y_at + row * y_stride
         if num_rows - row > 4:
-            _eight_rows(weights, at, layer, scale_at, x, x_at, x_stride, y, target, y_stride, sums, sums_at)
-            row += 8
+            _many_rows(weights, at, layer, scale_at, x, x_at, x_stride, y, target, y_stride, sums, sums_at)
+            row += BLOCK_ROWS
         elif num_rows - row > 1:
             _four_rows(weights, at, layer, scale_at, x, x_at, x_stride, y, target, y_stride, sums, sums_at)
             row += 4

@@ -91,8 +91,9 @@ class Memory(NamedTuple):
     """What lives between steps, and the buffers of a step. R is the largest number of rows, P that of pages.
 
     Attributes:
-        keys: f32 [L, P, G, K, 16], a page's positions side by side.
-        values: f32 [L, P, G, 16, K'].
+        keys: f32 [L, G, P, K, 16], a page's positions side by side. Pages of a head follow each other, as they are
+            read: with all heads of a page together, the processor foresaw less and a token cost 1.0 ms more of 9.6.
+        values: f32 [L, G, P, 16, K'].
         x: f32 [R, D'], the residual stream.
         h: f32 [R, D'], the input of a linear layer.
         y: f32 [R, D'], the output of o_proj or down_proj.
