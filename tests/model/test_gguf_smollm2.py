@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -55,6 +56,14 @@ BOUND = 512 * 2.0**-24
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
     return resolve("smollm2")
+
+
+def test_the_tokenizer_means_the_same_to_its_own_library(model: LoadedModel) -> None:
+    library = tokenizers.Tokenizer.from_str(model.tokenizer.to_json().decode())
+    for content, token_id in model.tokenizer.control_tokens.items():
+        assert library.token_to_id(content) == token_id
+    for prompt in PROMPTS:
+        assert library.encode(prompt).ids == model.tokenizer.encode(prompt)
 
 
 @pytest.fixture(scope="module")

@@ -195,7 +195,7 @@ def _byte_level_document(source: _Source) -> dict[str, Any]:
         "fuse_unk": False,
         "byte_fallback": False,
         "ignore_merges": rule.ignore_merges,
-        "vocab": source.vocab(NORMAL),
+        "vocab": source.vocab(NORMAL, UNKNOWN, CONTROL, USER_DEFINED),
         "merges": source.strings("merges"),
     }
     return source.document(
