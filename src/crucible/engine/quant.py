@@ -2,9 +2,8 @@
 
 The int8 form is symmetric. A chunk is 128 consecutive inputs of one output row, fewer where a row ends. Its scale is
 max|w| / 127, its values are w / scale to the nearest integer, ties to even; both quotients are rounded to f32. A weight
-then stands for value * scale and is off by at most half a scale. Finer scales than one per row follow LLM.int8()'s
-vector-wise scheme (Dettmers et al. 2022, section 3.1) and cost four bytes per chunk; docs/experiments.md has the price
-of both in cross-entropy.
+then stands for value * scale and is off by at most half a scale. This is group-wise quantisation (Shen et al. 2020,
+"Q-BERT"), four bytes per chunk; docs/experiments.md has the price in cross-entropy of it and of one scale per row.
 
 Extra shape letters: N outputs of a linear layer, K its inputs, C its chunks ceil(K / chunk), M rows.
 """
