@@ -41,7 +41,7 @@ def test_from_text_to_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     for arguments, message in (
         ((*train, *sizes), "run already holds a run: resume it (--resume)"),
         (("train", "--run", "other", "--steps", "3"), "--data is needed"),
-        (("train", "--run", "other", "--data", "data"), "give exactly one of steps and max_minutes"),
+        (("train", "--run", "other", "--data", "data"), "give --steps or --minutes, and not both"),
         (("train", "--run", "run", "--resume", "--lr", "1"), "lr was 0.002, is 1.0"),
         (("train", "--run", "run", "--resume", "--norm", "layernorm"), "leave out --norm"),
         (("train", "--run", "other", "--data", "data", "--preset", "nona", "--steps", "3"), "no preset 'nona'"),

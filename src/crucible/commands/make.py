@@ -161,6 +161,8 @@ def train(
     else:
         if data is None:
             raise TrainError("--data is needed: a folder that `crucible prepare` made")
+        if (steps is None) == (minutes is None):
+            raise TrainError("give --steps or --minutes, and not both")
         from crucible.train.inputs import model_for
 
         config = TrainConfig(model=model_for(preset, data, axes), run=run, **recipe(preset) | fields)
