@@ -5,7 +5,9 @@ The standard in every test is the request alone in a fresh backend on one thread
 
 from __future__ import annotations
 
+import gc
 import itertools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +25,7 @@ from crucible.config import AXES, ModelConfig, default_kv_heads
 from crucible.engine.backend import NONE, PAGE_SIZE, Segment, SlotSpec, StepPlan, decode, prefill
 from crucible.engine.cpu import CpuBackend
 from crucible.engine.cpu.backend import MAX_ROWS
-from crucible.engine.cpu.step import step
+from crucible.engine.cpu.step import take_part
 from crucible.engine.quant import WEIGHT_FORMATS, WeightFormat
 from crucible.engine.request import SamplingParams
 from crucible.engine.runner import logits
@@ -147,6 +149,29 @@ def test_threads_do_not_matter(config: ModelConfig, num_threads: int) -> None:
     assert_same_bits(in_chunks(backend, ids, 1), expected)
     open_slot(backend, 1, range(10, 20))
     assert_same_bits(in_chunks(backend, ids, 90, slot=1), expected)
+
+
+def test_a_step_does_without_helpers_that_never_come() -> None:
+    """As after a fork, which no thread but the caller survives."""
+    config = long()
+    ids = draw_ids(config, 12)
+    backend = make_backend(config, num_threads=4)
+    for queue in backend._crew._queues:
+        queue.put(None)
+    open_slot(backend, 0, range(10))
+    assert_same_bits(in_chunks(backend, ids, 40), alone(config, ids))
+
+
+def test_helpers_end_with_their_backend() -> None:
+    before = set(threading.enumerate())
+    backend = make_backend(toy(), num_threads=3)
+    helpers = set(threading.enumerate()) - before
+    assert len(helpers) == 2
+    del backend
+    gc.collect()
+    for helper in helpers:
+        helper.join(timeout=10)
+        assert not helper.is_alive()
 
 
 @st.composite
@@ -275,7 +300,7 @@ def test_one_compilation_serves_every_model_of_a_format() -> None:
     """A read-only or strided array among the arguments would make Numba compile another version."""
     for weight_format in WEIGHT_FORMATS:
         alone(LARGER, [1, 2], weight_format=weight_format)
-    assert len(step.signatures) <= len(WEIGHT_FORMATS)
+    assert len(take_part.signatures) <= len(WEIGHT_FORMATS)
 
 
 def test_threads_must_be_positive() -> None:

@@ -12,15 +12,17 @@ import numpy.typing as npt
 from crucible.config import ModelConfig
 from crucible.engine.backend import PAGE_SIZE
 from crucible.engine.cpu import attention
-from crucible.engine.cpu.compiling import HAS_HALF_PRECISION, compile_once, limited_to, start_threads
+from crucible.engine.cpu.compiling import HAS_HALF_PRECISION, compile_once
+from crucible.engine.cpu.crew import Crew
 from crucible.engine.cpu.lanes import LANES
 from crucible.engine.cpu.linear import BLOCK_ROWS, TILE
 from crucible.engine.cpu.packing import look_up, pack, round_up
 from crucible.engine.cpu.state import F32, Batch, Memory, Model, State
-from crucible.engine.cpu.step import scratch_size, step, step_signature
+from crucible.engine.cpu.step import scratch_size, step_signature, take_part
 from crucible.engine.host_backend import HostBackend, Ids, Span
 from crucible.engine.quant import Weight, WeightFormat
 from crucible.errors import CrucibleError
+from crucible.hardware import usable_cores
 
 MAX_ROWS: Final = 256
 """Rows that go through the model at a time: bounds buffers and keeps them in cache. No result depends on it."""
@@ -61,10 +63,10 @@ class CpuBackend(HostBackend):
             raise CrucibleError("this CPU has no instruction for f16 (F16C); take another weight format")
         if num_threads is not None and num_threads < 1:
             raise CrucibleError(f"num_threads must be at least 1, not {num_threads}")
-        self.num_threads = start_threads(num_threads)
+        self._crew = Crew(usable_cores() if num_threads is None else num_threads)
         self._packed = pack(config, weights, weight_format)
-        compile_once(step, step_signature(self._packed.weights), weight_format, notify or _print)
-        self._memory = _allocate(self._packed.model, config, self.num_pages, self.num_threads)
+        compile_once(take_part, step_signature(self._packed.weights), weight_format, notify or _print)
+        self._memory = _allocate(self._packed.model, config, self.num_pages, self._crew.num_threads)
 
     @property
     def keys(self) -> F32:
@@ -74,7 +76,7 @@ class CpuBackend(HostBackend):
 
     @property
     def values(self) -> F32:
-        """The cache's values, [L, G, P, 16, K rounded up to 16]; the array itself."""
+        """The cache's values, [L, G, P, 16, K rounded up to 32]; the array itself."""
         model, memory = self._packed.model, self._memory
         return memory.values.reshape(model.num_layers, model.num_kv_heads, memory.num_pages, PAGE_SIZE, model.k_stride)
 
@@ -95,8 +97,7 @@ class CpuBackend(HostBackend):
             x_MD = x_MD + self._packed.positions[batch.position]
         model, memory = self._packed.model, self._memory
         memory.x.reshape(-1, model.d_stride)[: len(ids_M), : model.d] = x_MD
-        with limited_to(self.num_threads):
-            step(self._packed.weights, State(model, memory, batch), self.num_threads)
+        self._crew.run(self._packed.weights, State(model, memory, batch))
         return batch.logits.reshape(-1, model.head.tiles * TILE)[: len(wanted_W), : self.config.vocab_size]
 
     def _batch(self, spans: Sequence[Span], wanted_W: Ids) -> Batch:

@@ -1,13 +1,11 @@
-"""Numba as this backend uses it: strict arithmetic, a cache that cannot be stale, and a fitting number of threads."""
+"""Numba as this backend uses it: strict arithmetic, and a cache that cannot be stale."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,17 +14,15 @@ import numba
 import numpy as np
 from numba.core.registry import cpu_target
 
-from crucible.hardware import usable_cores
-
 jit: Final[Callable[..., Any]] = numba.njit(error_model="numpy", nogil=True)
 """Compiles a function into its callers. There is no fast-math, so LLVM neither reorders nor contracts operations."""
 
-_TRIPLE, _CPU, _FEATURES = cpu_target.target_context.codegen().magic_tuple()
+TRIPLE, _CPU, _FEATURES = cpu_target.target_context.codegen().magic_tuple()
 
 HAS_WIDE_REGISTERS: Final = "+avx512f" in _FEATURES.split(",")
 """Whether there are 32 registers of 16 lanes: decides how much is kept in registers, and no bit of a result."""
 
-HAS_HALF_PRECISION: Final = not _TRIPLE.startswith(("x86", "i686")) or "+f16c" in _FEATURES.split(",")
+HAS_HALF_PRECISION: Final = not TRIPLE.startswith(("x86", "i686")) or "+f16c" in _FEATURES.split(",")
 """Whether an instruction widens f16; Numba's runtime has no function that could do it instead."""
 
 
@@ -36,7 +32,7 @@ def cache_folder() -> Path:
     Numba's own key looks at the file of the function that is called from Python. It misses a change in a function of
     another file that was compiled into it.
     """
-    versions = (numba.__version__, llvmlite.__version__, np.__version__, sys.version, _TRIPLE, _CPU, _FEATURES)
+    versions = (numba.__version__, llvmlite.__version__, np.__version__, sys.version, TRIPLE, _CPU, _FEATURES)
     digest = hashlib.sha256("\n".join(versions).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.name.encode() + b"\n" + source.read_bytes())
@@ -68,45 +64,7 @@ def compile_once(function: Any, signature: tuple[Any, ...], name: str, notify: C
     """
     marker = cache_folder() / f"{function.__name__}-{name}"
     if not marker.exists():
-        notify(f"compiling the CPU kernels for {name} weights, once: about half a minute")
+        notify(f"compiling the CPU kernels for {name} weights, once: about ten seconds")
     function.compile(signature)
     if function.stats.cache_path is not None:
         marker.touch()
-
-
-def start_threads(num_threads: int | None) -> int:
-    """Start the threads that compiled code runs on; how many. None is one for each core that can be used here.
-
-    OpenMP comes first among Numba's thread layers: an empty parallel loop on two cores took 1.5 us with it and 114 us
-    with Numba's own work queue, and a token of a small model has 150 such loops. After this the process must not fork:
-    GNU's OpenMP aborts in the child.
-    """
-    if num_threads is None:
-        num_threads = max(1, min(usable_cores(), numba.config.NUMBA_NUM_THREADS))
-    if num_threads == 1:
-        return 1
-    if numba.config.THREADING_LAYER == "default":
-        numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
-    numba.get_num_threads()  # starts them
-    if numba.threading_layer() == "workqueue":
-        warnings.warn(
-            "neither OpenMP nor TBB was found: each token takes longer, and one process must not compute on two models "
-            "at once. Install libgomp, or tbb with pip",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    return num_threads
-
-
-@contextmanager
-def limited_to(num_threads: int) -> Iterator[None]:
-    """Compiled code that this thread calls runs on so many threads, as far as Numba started them."""
-    if num_threads == 1:
-        yield
-        return
-    before = numba.get_num_threads()
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
-    try:
-        yield
-    finally:
-        numba.set_num_threads(before)

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from crucible.config import ModelConfig
-from crucible.engine.cpu.lanes import LANES
 from crucible.engine.cpu.linear import TILE
 from crucible.engine.cpu.state import F32, Linear, Model
 from crucible.engine.host_backend import check_weights
@@ -67,7 +66,7 @@ def pack(config: ModelConfig, weights: Mapping[str, Weight], weight_format: Weig
         d_stride=round_up(config.hidden_size, TILE),
         f_stride=round_up(config.intermediate_size, TILE),
         qkv_stride=qkv.tiles * TILE,
-        k_stride=round_up(config.head_dim, LANES),
+        k_stride=round_up(config.head_dim, TILE),
         is_rmsnorm=config.norm == "rmsnorm",
         is_post=config.norm_placement == "post",
         is_gated=is_gated,
@@ -83,7 +82,7 @@ def pack(config: ModelConfig, weights: Mapping[str, Weight], weight_format: Weig
         ),
         qkv_bias=packer.vectors([[f"{at}self_attn.{x}_proj.bias" for x in "qkv"] for at in layers], TILE),
         o_bias=packer.vectors([[f"{at}self_attn.o_proj.bias"] for at in layers], TILE),
-        head_norms=packer.vectors([[f"{at}self_attn.{x}_norm.weight"] for at in layers for x in "qk"], LANES),
+        head_norms=packer.vectors([[f"{at}self_attn.{x}_norm.weight"] for at in layers for x in "qk"], TILE),
         cos=np.ascontiguousarray(cos).reshape(-1),
         sin=np.ascontiguousarray(sin).reshape(-1),
         slopes=alibi_slopes(config.num_attention_heads) if config.pos_encoding == "alibi" else _EMPTY,

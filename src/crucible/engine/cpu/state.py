@@ -2,7 +2,7 @@
 
 Matrices lie in one array `weights`, whose dtype is that of the weight format; everything else has the same types for
 every model, so one format is one compilation. Arrays are one-dimensional, C-contiguous and writable. Rows are
-padded, which a prime marks: D', F' and V' are multiples of a tile of 32, K' of 16 lanes. L is the number of layers.
+padded to multiples of 32, which a prime marks: D', F', V', K'. L is the number of layers.
 """
 
 from __future__ import annotations
