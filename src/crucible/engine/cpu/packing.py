@@ -7,7 +7,8 @@ weights. Extra shape letters: N outputs, K inputs of a linear layer, C chunks of
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +17,10 @@ from crucible.config import ModelConfig
 from crucible.engine.cpu.linear import TILE
 from crucible.engine.cpu.state import F32, Linear, Model
 from crucible.engine.host_backend import check_weights
-from crucible.engine.quant import F16Weight, Int8Weight, Weight, WeightFormat, chunk_size, convert, dense
+from crucible.engine.quant import F16Weight, Weight, WeightFormat, chunk_size, convert, dense, num_chunks
 from crucible.engine.reference.positions import alibi_slopes
 from crucible.engine.rope import rope_table
+from crucible.hardware import usable_cores
 
 Values = npt.NDArray[np.int8] | npt.NDArray[np.uint16] | F32
 Ids = npt.NDArray[np.int64]
@@ -94,7 +96,7 @@ def pack(config: ModelConfig, weights: Mapping[str, Weight], weight_format: Weig
 
 
 class _Packer:
-    """Fills `values` matrix by matrix, so that no more than one layer's lie in memory twice."""
+    """Fills `values` with one linear layer after the other, several layers of the model at a time."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], weight_format: WeightFormat) -> None:
         self.config, self.weights, self.weight_format = config, weights, weight_format
@@ -106,28 +108,29 @@ class _Packer:
 
     def linear(self, layers: Sequence[str], names: Sequence[str], *, by_tile: bool = False) -> Linear:
         """One linear layer of all layers: matrices one below the other, or taking turns tile by tile."""
-        start, tiles, scales, weight = self.filled, 0, [], None
-        for layer in layers:
-            parts = [self.converted(f"{layer}{name}.weight") for name in names]
-            weight = parts[0]
-            scales_TSC = _tiles([_scales(part) for part in parts], by_tile)
-            values_TSK = _tiles([_values(part) for part in parts], by_tile)
-            tiles = len(values_TSK)
-            target = self.values[self.filled : self.filled + values_TSK.size]
-            target.reshape(tiles, -1, TILE)[...] = values_TSK.transpose(0, 2, 1)
-            self.filled += values_TSK.size
-            scales.append(np.ascontiguousarray(scales_TSC.transpose(0, 2, 1)).reshape(-1))
-        assert weight is not None, "a model has layers"
-        name = f"{layers[0]}{names[0]}.weight"
-        is_int8 = isinstance(weight, Int8Weight)
-        return Linear(
-            start=start,
-            tiles=tiles,
-            inputs=weight.shape[1],
-            chunk=weight.chunk if isinstance(weight, Int8Weight) else chunk_size(self.config, name),
-            scales=np.concatenate(scales),
-            scale_step=TILE if is_int8 else 0,
-        )
+        first = f"{layers[0]}{names[0]}.weight"
+        chunk, num_inputs = chunk_size(self.config, first), self.weights[first].shape[1]
+        num_rows = [self.weights[f"{layers[0]}{name}.weight"].shape[0] for name in names]
+        tiles = len(names) * round_up(num_rows[0], TILE) // TILE if by_tile else round_up(sum(num_rows), TILE) // TILE
+        num_scales = num_chunks(num_inputs, chunk) if self.weight_format == "int8" else 1
+        start, end = self.filled, self.filled + len(layers) * tiles * num_inputs * TILE
+        values_LTKR = self.values[start:end].reshape(len(layers), tiles, num_inputs, TILE)
+        scales_LTCR = np.zeros((len(layers), tiles, num_scales, TILE), dtype=np.float32)
+
+        def fill(layer: int) -> None:
+            row = 0
+            for index, name in enumerate(names):
+                weight = self.converted(f"{layers[layer]}{name}.weight")
+                own = slice(index, None, len(names)) if by_tile else slice(None)
+                _fill(values_LTKR[layer, own], row, _values(weight))
+                _fill(scales_LTCR[layer, own], row, _scales(weight))
+                row += 0 if by_tile else num_rows[index]
+
+        with ThreadPoolExecutor(usable_cores()) as pool:
+            list(pool.map(fill, range(len(layers))))
+        self.filled = end
+        scale_step = TILE if self.weight_format == "int8" else 0
+        return Linear(start, tiles, num_inputs, chunk, scales_LTCR.reshape(-1), scale_step)
 
     def vectors(self, rows: Iterable[Sequence[str]], multiple: int) -> F32:
         """Vectors by name, those of a row joined and padded with zeros to a multiple; nothing if the model has none.
@@ -183,13 +186,15 @@ def _scales(weight: Weight) -> F32:
     return weight.scales.reshape(len(weight.scales), -1)
 
 
-def _tiles(parts: Sequence[npt.NDArray[np.generic]], by_tile: bool) -> npt.NDArray[np.generic]:
-    """Matrices [N, X] of equal X as tiles [T, 32, X], padded with zero rows: joined, or tile by tile in turn."""
-    if not by_tile:
-        parts = [np.concatenate(parts)]
-    tiled = []
-    for part in parts:
-        padded = np.zeros((round_up(len(part), TILE), part.shape[1]), dtype=part.dtype)
-        padded[: len(part)] = part
-        tiled.append(padded.reshape(-1, 1, TILE, part.shape[1]))
-    return np.concatenate(tiled, axis=1).reshape(-1, TILE, parts[0].shape[1])
+def _fill(tiles_TXR: npt.NDArray[Any], row: int, part_NX: npt.NDArray[Any]) -> None:
+    """Write N rows, from the `row`-th on, to tiles of 32 rows side by side."""
+    while len(part_NX):
+        tile, lane = divmod(row, TILE)
+        if lane == 0 and len(part_NX) >= TILE:
+            length = len(part_NX) // TILE * TILE
+            whole = part_NX[:length].reshape(-1, TILE, part_NX.shape[1])
+            tiles_TXR[tile : tile + len(whole)] = whole.transpose(0, 2, 1)
+        else:
+            length = min(TILE - lane, len(part_NX))
+            tiles_TXR[tile, :, lane : lane + length] = part_NX[:length].T
+        row, part_NX = row + length, part_NX[length:]
