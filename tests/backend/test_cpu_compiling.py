@@ -65,7 +65,7 @@ def run(package: Path, cache: Path) -> list[str]:
 def test_code_is_compiled_once_and_anew_when_any_file_changes(package: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     said, result = run(package, cache)
-    assert re.search("compiling the CPU kernels for toy weights", said)
+    assert re.search("compiling for toy", said)
     assert result == "22 0"
     assert run(package, cache) == ["22 1"]
     (package / "helper.py").write_text(HELPER.format(package=package.name, added=2))

@@ -14,8 +14,8 @@ Shape letters: V vocabulary, N candidates.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,10 @@ _MASK32: Final = np.uint64(0xFFFFFFFF)
 _SIGN32: Final = np.uint32(0x80000000)
 
 
+Choose: TypeAlias = Callable[[LogitArray, SamplingParams, int], int]
+"""From a row of `adjust` with a logit above -inf, a positive temperature and the token's position, the token drawn."""
+
+
 class Draw(NamedTuple):
     """A token id, and whether it stands for nothing: no logit of the row was above -inf."""
 
@@ -58,6 +62,7 @@ def sample(
     prompt_counts_V: CountArray | None = None,
     output_counts_V: CountArray | None = None,
     forbidden_ids: Collection[int] = (),
+    choose: Choose | None = None,
 ) -> Draw:
     """Draws the token that stands at `position` of its sequence.
 
@@ -69,6 +74,7 @@ def sample(
             `params.counts_tokens` is false.
         output_counts_V: the same for the tokens generated so far.
         forbidden_ids: ids not to be drawn: those that would end a request that has not reached min_tokens.
+        choose: draws from the adjusted row in place of `_choose`; gives the same token.
 
     Returns:
         The token; id 0 and failed = True where no logit is above -inf.
@@ -85,9 +91,14 @@ def sample(
         return Draw(0, failed=True)
     if params.temperature == 0:
         return Draw(best)
+    return Draw((choose or _choose)(adjusted_V, params, position))
+
+
+def _choose(adjusted_V: LogitArray, params: SamplingParams, position: int) -> int:
+    """The candidate of highest score + noise; arguments as `candidates` takes them."""
     ids_N, scores_N = candidates(adjusted_V, params)
     values_N = scores_N + gumbel_noise(params.seed, position, ids_N)
-    return Draw(int(ids_N[values_N == values_N.max()].min()))
+    return int(ids_N[values_N == values_N.max()].min())
 
 
 def gumbel_noise(seed: int, position: int, token_ids: IdArray) -> FloatArray:

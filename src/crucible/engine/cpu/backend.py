@@ -17,6 +17,7 @@ from crucible.engine.cpu.crew import Crew
 from crucible.engine.cpu.lanes import LANES
 from crucible.engine.cpu.linear import BLOCK_ROWS, TILE
 from crucible.engine.cpu.packing import look_up, pack, round_up
+from crucible.engine.cpu.sampling import CHOOSE_SIGNATURE, Sampler, choose
 from crucible.engine.cpu.state import F32, Batch, Memory, Model, State
 from crucible.engine.cpu.step import scratch_size, step_signature, take_part
 from crucible.engine.host_backend import HostBackend, Ids, Span
@@ -65,7 +66,10 @@ class CpuBackend(HostBackend):
             raise CrucibleError(f"num_threads must be at least 1, not {num_threads}")
         self._crew = Crew(usable_cores() if num_threads is None else num_threads)
         self._packed = pack(config, weights, weight_format)
-        compile_once(take_part, step_signature(self._packed.weights), weight_format, notify or _print)
+        notify = notify or _print
+        compile_once(choose, CHOOSE_SIGNATURE, "sampling", notify)
+        compile_once(take_part, step_signature(self._packed.weights), f"{weight_format} weights", notify)
+        self._choose = Sampler(config.vocab_size).choose
         self._memory = _allocate(self._packed.model, config, self.num_pages, self._crew.num_threads)
 
     @property

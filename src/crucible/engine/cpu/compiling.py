@@ -62,9 +62,9 @@ def compile_once(function: Any, signature: tuple[Any, ...], name: str, notify: C
 
     `name` says which of the function's signatures it is.
     """
-    marker = cache_folder() / f"{function.__name__}-{name}"
+    marker = cache_folder() / f"{function.__name__}-{name.replace(' ', '-')}"
     if not marker.exists():
-        notify(f"compiling the CPU kernels for {name} weights, once: about ten seconds")
+        notify(f"compiling for {name}, once: some seconds")
     function.compile(signature)
     if function.stats.cache_path is not None:
         marker.touch()
