@@ -296,15 +296,15 @@ def test_malformed_parts_are_left_to_the_template(part: Any):
 @pytest.mark.parametrize(
     ("prompt", "calls"),
     [
-        ("Hi", [("prompt", "Hi")]),
-        ("", [("prompt", "")]),
-        ([1, 2], [("prompt", [1, 2])]),
+        ("Hi", [(None, "Hi")]),
+        ("", [(None, "")]),
+        ([1, 2], [(None, [1, 2])]),
         (["a"], [("prompt[0]", "a")]),
         (["a", ""], [("prompt[0]", "a"), ("prompt[1]", "")]),
         ([[1], [2, 3], []], [("prompt[0]", [1]), ("prompt[1]", [2, 3]), ("prompt[2]", [])]),
     ],
 )
-def test_prompts_are_text_or_ids_or_lists_of_them(prompt: Any, calls: list[tuple[str, Any]]):
+def test_prompts_are_text_or_ids_or_lists_of_them(prompt: Any, calls: list[tuple[str | None, Any]]):
     assert [(call.at, call.request.prompt) for call in read("completions", prompt=prompt, seed=5)] == calls
 
 

@@ -128,13 +128,13 @@ def _check_best_of(request: CompletionRequest) -> None:
         )
 
 
-def _prompts(prompt: str | list[Any]) -> list[tuple[str, Prompt]]:
-    """Each prompt, and what the caller calls it."""
+def _prompts(prompt: str | list[Any]) -> list[tuple[str | None, Prompt]]:
+    """Each prompt, and what the caller calls it where it is one of several."""
     if isinstance(prompt, str):
-        return [("prompt", prompt)]
+        return [(None, prompt)]
     kinds = {type(item) for item in prompt}
     if kinds == {int}:
-        return [("prompt", prompt)]
+        return [(None, prompt)]
     if kinds in ({str}, {list}):
         return [(f"prompt[{index}]", item) for index, item in enumerate(prompt)]
     if not prompt:
