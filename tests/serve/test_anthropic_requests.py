@@ -263,6 +263,7 @@ def test_malformed_blocks_are_refused(block: dict[str, Any], param: str):
         ({"max_tokens": True}, "max_tokens"),
         ({"messages": None}, "messages"),
         ({"messages": "Hi"}, "messages"),
+        ({"messages": [], "system": "s"}, "messages"),
         ({"messages": [{"role": "tool", "content": "Hi"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "content"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),

@@ -140,8 +140,10 @@ def conversation(request: Conversation) -> list[dict[str, Any]]:
     """The native request's `messages`. An empty `system` is none.
 
     Raises:
-        ApiError: a block is malformed, or no text.
+        ApiError: there are no turns; or a block is malformed, or no text.
     """
+    if not request.messages:
+        raise ApiError("invalid", "messages is empty; at least one message is needed", param="messages")
     messages: list[dict[str, Any]] = []
     if system := _text("system", request.system or ""):
         messages.append({"role": "system", "content": system})
