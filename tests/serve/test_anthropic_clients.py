@@ -12,6 +12,8 @@ anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not i
 
 TURNS: Any = [{"role": "user", "content": "The quick brown fox"}]
 NUM_TOKENS = 12
+AT_RANDOM = {"temperature": 3.0, "ignore_eos": True}
+"""The toy model then draws bytes at random; the official client has no arguments for these."""
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +24,7 @@ def client(server: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def ask(server: Any) -> dict[str, Any]:
-    return {"model": server.model_id, "max_tokens": NUM_TOKENS, "messages": TURNS}
+    return {"model": server.model_id, "max_tokens": NUM_TOKENS, "messages": TURNS, "extra_body": AT_RANDOM}
 
 
 @pytest.fixture(scope="module")
@@ -89,15 +91,17 @@ def test_async_whole_streamed_and_side_by_side(server: Any, ask: dict[str, Any],
     assert asyncio.run(run()) == [reply.content[0].text] * 3
 
 
-def test_what_the_client_has_no_argument_for_goes_by_extra_body(client: Any, ask: dict[str, Any], reply: Any):
+def test_what_the_client_has_no_argument_for_goes_by_extra_body(client: Any, ask: dict[str, Any]):
     def text(**fields: Any) -> str:
-        return client.messages.create(**ask, extra_body=fields).content[0].text
+        return client.messages.create(**ask | {"extra_body": {"ignore_eos": True, **fields}}).content[0].text
 
-    drawn = text(temperature=1.0, seed=3, top_p=0.95, top_k=200, min_p=0.001)
-    assert drawn == text(temperature=1.0, seed=3, top_p=0.95, top_k=200, min_p=0.001)
-    assert drawn not in (reply.content[0].text, text(temperature=1.0, seed=4, top_p=0.95, top_k=200, min_p=0.001))
-    assert text(temperature=0, seed=5, top_p=1) == reply.content[0].text
-    assert text(repetition_penalty=3, frequency_penalty=2, presence_penalty=2) != reply.content[0].text
+    greedy = text()
+    filters = {"top_p": 0.95, "top_k": 200, "min_p": 0.001}
+    drawn = text(temperature=1.0, seed=3, **filters)
+    assert drawn == text(temperature=1.0, seed=3, **filters)
+    assert drawn not in (greedy, text(temperature=1.0, seed=4, **filters))
+    assert text(temperature=0, seed=5, top_p=1) == greedy
+    assert text(repetition_penalty=3, frequency_penalty=2, presence_penalty=2) != greedy
 
 
 def test_a_stop_sequence_is_reported(client: Any, ask: dict[str, Any], reply: Any):
@@ -207,7 +211,13 @@ def test_langchain(server: Any, reply: Any):
 
     def chat(**fields: Any) -> Any:
         return langchain_anthropic.ChatAnthropic(
-            model=server.model_id, base_url=server.url, api_key="any", max_retries=0, **fields
+            model=server.model_id,
+            base_url=server.url,
+            api_key="any",
+            max_retries=0,
+            temperature=AT_RANDOM["temperature"],
+            model_kwargs={"extra_body": {"ignore_eos": True}},
+            **fields,
         )
 
     own = chat(max_tokens=NUM_TOKENS)
@@ -234,6 +244,7 @@ def test_litellm(server: Any, reply: Any, monkeypatch: pytest.MonkeyPatch):
             "api_key": "any",
             "messages": TURNS,
             "num_retries": 0,
+            **AT_RANDOM,
         }
         whole = litellm.completion(**common, max_tokens=NUM_TOKENS)
         text = whole.choices[0].message.content
@@ -244,6 +255,6 @@ def test_litellm(server: Any, reply: Any, monkeypatch: pytest.MonkeyPatch):
         chunks = list(litellm.completion(**common, max_tokens=NUM_TOKENS, stream=True))
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
         # Without max_tokens it sends 128,000.
-        stopped = litellm.completion(**common, stop=[text[2:4]], temperature=0.0)
+        stopped = litellm.completion(**common, stop=[text[2:4]])
         assert stopped.choices[0].finish_reason == "stop"
         assert stopped.choices[0].message.content == text[: text.index(text[2:4])]
