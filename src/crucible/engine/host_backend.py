@@ -8,7 +8,7 @@ Shape letters: M rows of a step, W of them whose logits are wanted; the others a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -235,6 +235,23 @@ class HostBackend(ABC):
             num_top = slot.spec.params.logprobs
             drawn.append((token_id, None if num_top is None else _logprobs(logits_V, token_id, num_top)))
         return drawn
+
+
+def cut(spans: Sequence[Span], max_rows: int) -> Iterator[list[Span]]:
+    """The same rows in the same order, in parts of at most so many."""
+    part: list[Span] = []
+    room = max_rows
+    for span in spans:
+        done = 0
+        while done < span.length:
+            length = min(span.length - done, room)
+            part.append(Span(span.page_table, span.start + done, length))
+            done, room = done + length, room - length
+            if room == 0:
+                yield part
+                part, room = [], max_rows
+    if part:
+        yield part
 
 
 def check_weights(config: ModelConfig, weights: Mapping[str, Weight]) -> None:

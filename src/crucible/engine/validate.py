@@ -263,7 +263,10 @@ class Validator:
 
 
 def fill_cache(backend: Any, value: float) -> bool:
-    """Overwrite all keys and values of an idle backend that shows them as arrays; whether it does."""
+    """Overwrite all keys and values of an idle backend, if it can or shows them as arrays; whether that was done."""
+    if hasattr(backend, "fill_cache"):
+        backend.fill_cache(value)
+        return True
     cache = getattr(backend, "cache", backend)
     if not (hasattr(cache, "keys") and hasattr(cache, "values")):
         return False

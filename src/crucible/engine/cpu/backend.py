@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -20,7 +20,7 @@ from crucible.engine.cpu.packing import look_up, pack, round_up
 from crucible.engine.cpu.sampling import CHOOSE_SIGNATURE, Sampler, choose
 from crucible.engine.cpu.state import F32, Batch, Memory, Model, State
 from crucible.engine.cpu.step import scratch_size, step_signature, take_part
-from crucible.engine.host_backend import HostBackend, Ids, Span
+from crucible.engine.host_backend import HostBackend, Ids, Span, cut
 from crucible.engine.quant import Weight, WeightFormat
 from crucible.errors import CrucibleError
 from crucible.hardware import usable_cores
@@ -87,7 +87,7 @@ class CpuBackend(HostBackend):
     def _forward(self, ids_M: Ids, spans: Sequence[Span], wanted_M: npt.NDArray[np.bool_]) -> F32:
         logits: list[F32] = []
         done = 0
-        for part in _cut(spans, MAX_ROWS):
+        for part in cut(spans, MAX_ROWS):
             rows = slice(done, done + sum(span.length for span in part))
             logits.append(self._run(ids_M[rows], part, np.flatnonzero(wanted_M[rows])))
             done = rows.stop
@@ -121,23 +121,6 @@ class CpuBackend(HostBackend):
             wanted=wanted_W,
             logits=np.empty(num_logits, dtype=np.float32),
         )
-
-
-def _cut(spans: Sequence[Span], max_rows: int) -> Iterator[list[Span]]:
-    """The same rows in the same order, in parts of at most so many."""
-    part: list[Span] = []
-    room = max_rows
-    for span in spans:
-        done = 0
-        while done < span.length:
-            length = min(span.length - done, room)
-            part.append(Span(span.page_table, span.start + done, length))
-            done, room = done + length, room - length
-            if room == 0:
-                yield part
-                part, room = [], max_rows
-    if part:
-        yield part
 
 
 def _allocate(model: Model, config: ModelConfig, num_pages: int, num_threads: int) -> Memory:
