@@ -167,8 +167,9 @@ def check_architecture(config: ModelConfig) -> None:
             "backend 'cpu' takes any"
         )
     for name in ("hidden_size", "intermediate_size"):
-        if getattr(config, name) % SIZE_MULTIPLE:
+        size = getattr(config, name)
+        if size % SIZE_MULTIPLE:
             raise CudaError(
-                f"backend 'cuda' takes only a {name} that is a multiple of {SIZE_MULTIPLE}, not {getattr(config, name)}; "
+                f"backend 'cuda' takes only a {name} that is a multiple of {SIZE_MULTIPLE}, not {size}; "
                 "backend 'cpu' takes any"
             )
