@@ -262,14 +262,16 @@ def evaluate_model(
     _check_context(context, config.max_position_embeddings)
     tokens = read_tokens(data, tokenizer, num_tokens, prefix_ids=loaded.prefix_ids)
     num_slots = DECODE_WINDOWS if path == "decode" else 1
-    sizes = {"num_slots": num_slots, "num_pages": num_slots * _num_pages(context)}
+    num_pages = num_slots * _num_pages(context)
     plain = {key: dense(weight) for key, weight in loaded.weights.items()} if set(names) & set(ROUNDINGS) else {}
     backends: dict[str, Backend] = {}
     for name in names:
         if name == "f16-operands" or name == "f16-kv":
-            backends[name] = rounded_backend(name, config, plain, **sizes)
+            backends[name] = rounded_backend(name, config, plain, num_slots=num_slots, num_pages=num_pages)
         else:
-            backends[name] = make_backend(backend, config, loaded.weights, weight_format=name, **sizes)
+            backends[name] = make_backend(
+                backend, config, loaded.weights, weight_format=name, num_slots=num_slots, num_pages=num_pages
+            )
     return evaluate(backends, tokens, context=context, path=path, tokenizer=tokenizer, on_progress=on_progress)
 
 

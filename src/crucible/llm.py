@@ -22,10 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from crucible.completion import Completion, CompletionText, Piece, SamplingParams
-from crucible.config import ModelConfig
 from crucible.engine import request, runner
-from crucible.engine.backend import PAGE_SIZE
-from crucible.engine.backends import BackendName, default_weight_format, make_backend, resolve_backend
+from crucible.engine.backends import (
+    BackendName,
+    affordable_pages,
+    default_weight_format,
+    make_backend,
+    resolve_backend,
+)
 from crucible.engine.engine import Engine, Event
 from crucible.engine.quant import WeightFormat
 from crucible.engine.request import RequestError
@@ -40,9 +44,6 @@ _BEGUN: Final = Piece("", None)
 
 NUM_SLOTS: Final = 16
 """Requests that are computed at once; more wait. No result depends on it."""
-
-CACHE_BYTES: Final = 2**31
-"""The key/value cache takes no more, unless a single request may need it."""
 
 
 class LLM:
@@ -86,7 +87,7 @@ class LLM:
                 loaded.weights,
                 weight_format=default_weight_format(name) if weights == "auto" else weights,
                 num_slots=num_slots,
-                num_pages=_num_pages(loaded.config, num_slots),
+                num_pages=affordable_pages(loaded.config, num_slots),
             ),
             eos_ids=self.eos_ids,
         )
@@ -379,10 +380,3 @@ def _one_for_each(params: Any, num_prompts: int) -> list[request.SamplingParams]
             f"params must be one for all prompts or one for each: {len(params)} for {num_prompts} prompts"
         )
     return list(params)
-
-
-def _num_pages(config: ModelConfig, num_slots: int) -> int:
-    """Pages for every slot to reach the context, as far as CACHE_BYTES go."""
-    pages_of_one = -(-config.max_position_embeddings // PAGE_SIZE)
-    affordable = CACHE_BYTES // (PAGE_SIZE * config.kv_bytes_per_token(bytes_per_element=4))
-    return max(pages_of_one, min(num_slots * pages_of_one, affordable))

@@ -10,7 +10,7 @@ from cells import toy
 from toy_weights import toy_weights
 
 from crucible.engine import backends
-from crucible.engine.backends import BACKENDS, make_backend, resolve_backend
+from crucible.engine.backends import make_backend, resolve_backend
 from crucible.engine.quant import WEIGHT_FORMATS, convert, dense
 from crucible.engine.reference import ReferenceBackend
 from crucible.engine.request import RequestError
@@ -41,9 +41,9 @@ def test_auto_is_the_fast_one() -> None:
 
 
 def test_an_unknown_name_is_refused_with_those_there_are() -> None:
-    with pytest.raises(RequestError, match=r"^backend must be one of auto, reference, cpu, not 'tpu'$"):
+    with pytest.raises(RequestError, match=r"^backend must be one of auto, reference, cpu, .*, not 'tpu'$"):
         make_backend("tpu", CONFIG, WEIGHTS)
-    assert [resolve_backend(name) for name in BACKENDS if name != "cpu"] == ["reference"]
+    assert [resolve_backend(name) for name in ("reference", "null")] == ["reference", "null"]
 
 
 @pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)

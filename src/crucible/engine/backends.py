@@ -7,13 +7,16 @@ from importlib.util import find_spec
 from typing import Final, Literal, get_args
 
 from crucible.config import ModelConfig
-from crucible.engine.backend import Backend
+from crucible.engine.backend import PAGE_SIZE, Backend
 from crucible.engine.quant import Weight, WeightFormat, convert, dense
 from crucible.engine.request import RequestError
 from crucible.errors import CrucibleError
 
 BackendName = Literal["reference", "cpu", "null"]
 BACKENDS: Final[tuple[BackendName, ...]] = get_args(BackendName)
+
+CACHE_BYTES: Final = 2**31
+"""The key/value cache takes no more by default, unless a single request may need it."""
 
 
 def resolve_backend(name: str) -> BackendName:
@@ -80,3 +83,10 @@ def make_backend(
     return ReferenceBackend(
         config, {key: dense(weight) for key, weight in held.items()}, num_slots=num_slots, num_pages=num_pages
     )
+
+
+def affordable_pages(config: ModelConfig, num_slots: int) -> int:
+    """Pages for every slot to reach the context, as far as CACHE_BYTES go; enough for one slot in any case."""
+    pages_of_one = -(-config.max_position_embeddings // PAGE_SIZE)
+    affordable = CACHE_BYTES // (PAGE_SIZE * config.kv_bytes_per_token(bytes_per_element=4))
+    return max(pages_of_one, min(num_slots * pages_of_one, affordable))

@@ -136,8 +136,8 @@ class Scheduler:
         """The next step; no rows if there is nothing to do."""
         admissions = tuple(self._admit())
         # Requests that finish their prompt in this step decode from the next one on.
-        decode = tuple(self._take(request, 1) for request in list(self._running.values()))
-        return Plan(admissions, decode + tuple(self._prefill()))
+        decode = self._decode()
+        return Plan(admissions, (*decode, *self._prefill()))
 
     def end(self, request_id: RequestId) -> int | None:
         """Forget a request in whatever state it is; its pages are free at once. The slot it was in, if it was in one.
@@ -175,6 +175,19 @@ class Scheduler:
             self._resident[request.request_id] = self._prefilling[request.request_id] = request
             yield Admission(request.request_id, request.slot, request.pages)
 
+    def _decode(self) -> list[Rows]:
+        """A row of each running request. Whoever has planned its last one is no longer among them."""
+        rows: list[Rows] = []
+        last: list[RequestId] = []
+        for request_id, request in self._running.items():
+            rows.append(Rows(request_id, request.slot, request.position, 1, True))
+            request.position += 1
+            if request.position == request.num_rows:
+                last.append(request_id)
+        for request_id in last:
+            del self._running[request_id]
+        return rows
+
     def _prefill(self) -> Iterator[Rows]:
         """Chunks of prompts until the budget is used up. Whoever got one and is not done goes to the back."""
         budget = self.prefill_budget
@@ -186,14 +199,12 @@ class Scheduler:
             yield self._take(request, length)
 
     def _take(self, request: _Request, length: int) -> Rows:
-        """Plan a request's next rows and put it at the back of the queue it now belongs to."""
+        """Plan a chunk of a prompt and put the request at the back of the queue it now belongs to, if any."""
         start = request.position
         request.position += length
-        self._prefilling.pop(request.request_id, None)
+        del self._prefilling[request.request_id]
         if request.position < request.num_prompt:
             self._prefilling[request.request_id] = request
         elif request.position < request.num_rows:
             self._running[request.request_id] = request
-        else:
-            self._running.pop(request.request_id, None)
         return Rows(request.request_id, request.slot, start, length, draws=request.position >= request.num_prompt)

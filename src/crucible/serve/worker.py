@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import zmq
@@ -112,8 +113,9 @@ def _wait_for_end_of_input() -> None:
 def _load(config: EngineConfig, notify: Callable[[str], Any], began: float) -> tuple[Engine, Ready]:
     """Raises CrucibleError: the model cannot be had or run, or an option is out of range."""
     from crucible.engine.backend import PAGE_SIZE
-    from crucible.engine.backends import default_weight_format, make_backend, resolve_backend
+    from crucible.engine.backends import affordable_pages, default_weight_format, make_backend, resolve_backend
     from crucible.engine.engine import Engine
+    from crucible.engine.fingerprint import fingerprint
     from crucible.models import LoadedModel, resolve, resolve_text
 
     name = resolve_backend(config.backend)
@@ -121,34 +123,48 @@ def _load(config: EngineConfig, notify: Callable[[str], Any], began: float) -> t
     model: ModelText = resolve_text(config.model) if name == "null" else resolve(config.model)
     weights = model.weights if isinstance(model, LoadedModel) else {}
     weight_format: Any = default_weight_format(name) if config.weights == "auto" else config.weights
-    notify(f"preparing backend {name}")
-    backend = make_backend(
-        name,
-        model.config,
-        weights,
-        weight_format=weight_format,
-        num_slots=config.max_batch,
-        num_pages=config.kv_pages,
-        null_ids=model.tokenizer.encode(_NULL_TEXT) if name == "null" else (),
+    num_pages = affordable_pages(model.config, config.max_batch) if config.kv_pages is None else config.kv_pages
+    notify(f"preparing the {name} backend")
+    with ThreadPoolExecutor(1) as pool:
+        mark = pool.submit(fingerprint, model.config, weights, name, weight_format)
+        backend = make_backend(
+            name,
+            model.config,
+            weights,
+            weight_format=weight_format,
+            num_slots=config.max_batch,
+            num_pages=num_pages,
+            null_ids=model.tokenizer.encode(_NULL_TEXT) if name == "null" else (),
+        )
+    chosen = {name: getattr(config, name) for name in ("prefill_budget", "prefill_chunk", "look_ahead")}
+    engine = Engine(
+        backend,
+        eos_ids=model.generation.eos_token_ids,
+        **{name: value for name, value in chosen.items() if value is not None},
     )
-    options = {
-        key: value
-        for key in ("prefill_budget", "prefill_chunk", "look_ahead")
-        if (value := getattr(config, key)) is not None
-    }
-    engine = Engine(backend, eos_ids=model.generation.eos_token_ids, **options)
     return engine, Ready(
         backend=name,
-        device="cpu",
+        device=_device(name),
         weights=weight_format,
         max_batch=backend.num_slots,
         num_pages=backend.num_pages,
         page_size=PAGE_SIZE,
         context=model.config.max_position_embeddings,
         vocab_size=model.config.vocab_size,
-        fingerprint="fp_0",
+        fingerprint=mark.result(),
         seconds=time.perf_counter() - began,
     )
+
+
+def _device(backend: str) -> str:
+    """What a backend computes on, in words."""
+    from crucible.hardware import cpu, machine
+
+    if backend == "null":
+        return "none"
+    if backend == "cuda":
+        return machine().gpus[0].name
+    return f"{cpu().model}, {cpu().usable_cores} threads"
 
 
 # ---- serving ----------------------------------------------------------------------------------------------------
