@@ -10,7 +10,7 @@ import typer
 import crucible
 from crucible.commands import machine, make, use
 from crucible.config import ConfigError
-from crucible.errors import CrucibleError
+from crucible.errors import CrucibleError, install
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,7 +35,7 @@ def main() -> None:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             raise
-        print(f"crucible: {error.name} is not installed; pip install '.[{extra}]' in the checkout", file=sys.stderr)
+        print(f"crucible: {error.name} is not installed; {install(extra)}", file=sys.stderr)
         sys.exit(1)
 
 

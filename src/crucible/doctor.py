@@ -23,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from crucible import __version__, hardware
+from crucible.errors import install
 from crucible.hardware import Gpu
 
 Status = Literal["ok", "info", "warn", "fail"]
@@ -148,13 +149,8 @@ def check_packages(probe: Probe) -> list[Check]:
             continue
         # A version out of its range is a mistake; a package not installed is a choice.
         status: Status = "warn" if any("is out of range" in problem for problem in problems) else "info"
-        checks.append(Check(f"extra {extra}", status, "; ".join(problems), f"{_install(extra)}, for {purpose}"))
+        checks.append(Check(f"extra {extra}", status, "; ".join(problems), f"{install(extra)}, for {purpose}"))
     return checks
-
-
-def _install(extra: str) -> str:
-    # Not by name alone: on PyPI that name is another project's.
-    return f"pip install --editable '.[{extra}]' in the checkout"
 
 
 def _installed(requirements: Sequence[Requirement], extra: str) -> tuple[list[str], list[str]]:
@@ -363,7 +359,7 @@ def check_nvrtc(probe: Probe) -> list[Check]:
     path = find_nvrtc()
     gpus = [gpu for gpu in probe.machine.gpus if gpu.compute_capability is not None]
     if path is None:
-        return [Check("NVRTC", "info", "not installed", f"{_install('cuda')}, for {EXTRAS['cuda']}")] if gpus else []
+        return [Check("NVRTC", "info", "not installed", f"{install('cuda')}, for {EXTRAS['cuda']}")] if gpus else []
     version, archs = query_nvrtc(path)
     checks = [Check("NVRTC", "ok", f"CUDA {_dotted(version)}, sm_{archs[0]} to sm_{archs[-1]}, {path}")]
     for gpu in gpus:

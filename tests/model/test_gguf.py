@@ -172,7 +172,7 @@ def test_the_target_is_replaced_by_force_alone(tmp_path: Path) -> None:
     model, out = resolve(write_toy_artifact(tmp_path / "toy")), tmp_path / "deep" / "x.gguf"
     export_gguf(model, out)
     whole = out.read_bytes()
-    with pytest.raises(ArtifactError, match=r"x\.gguf exists; choose another name or replace it with force"):
+    with pytest.raises(ArtifactError, match=r"x\.gguf exists; choose another .* replace it with force \(--force\)"):
         export_gguf(model, out)
     out.write_bytes(b"x")
     assert export_gguf(model, out, force=True).read_bytes() == whole

@@ -155,7 +155,7 @@ def test_a_missing_package_names_its_extra(crucible, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cli, "app", without_torch)
     result = crucible()
     assert result.status == 1
-    assert result.err == "crucible: torch is not installed; pip install '.[train]' in the checkout\n"
+    assert result.err == "crucible: torch is not installed; pip install --editable '.[train]' in the checkout\n"
 
 
 def test_an_unforeseen_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,7 +183,7 @@ def test_a_missing_package_is_named_with_the_remedy(
     for module in [package, *(m for m in sys.modules if m.startswith(f"{package}."))]:
         monkeypatch.setitem(sys.modules, module, None)
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=rf"{name}: .* package {package}: pip install '.\[data\]'"):
+    with pytest.raises(DataError, match=rf"{name}: .* package {package}: pip install --editable '.\[data\]'"):
         texts(tmp_path / name)
 
 
@@ -340,7 +340,7 @@ def test_hub_failures_are_one_line_with_the_name(hub: SimpleNamespace, monkeypat
 
 def test_the_hub_without_the_package_names_the_remedy(hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"hf:a/b: .* package datasets: pip install '.\[data\]'"):
+    with pytest.raises(DataError, match=r"hf:a/b: .* package datasets: pip install --editable '.\[data\]'"):
         open_source("hf:a/b")
 
 

@@ -21,6 +21,7 @@ from crucible.bench.probes import matmul_flops, read_bandwidth
 from crucible.bench.process import EngineProcess, EngineSpec, time_to_first_token, worker_command
 from crucible.config import ModelConfig
 from crucible.data.sources import documents
+from crucible.errors import install
 from crucible.hardware import cache_dir, usable_cores
 from crucible.models import SMOLLM2, gguf_path, resolve
 from crucible.tokenizer import Tokenizer
@@ -203,7 +204,7 @@ def _checked(model: str, engines: Sequence[str], new_tokens: int) -> Path:
     if not engines or len(set(engines)) < len(engines):
         raise BenchError(f"the engines must be different ones, at least one, not {', '.join(engines) or 'none'}")
     if "llama-cpp" in engines and importlib.util.find_spec("llama_cpp") is None:
-        raise BenchError("llama-cpp-python is not installed: pip install '.[peers]' in the checkout builds it")
+        raise BenchError(f"llama-cpp-python is not installed: {install('peers')} builds it")
     if new_tokens < 2:
         raise BenchError(f"decoding needs at least 2 new tokens, not {new_tokens}")
     path = gguf_path(model)

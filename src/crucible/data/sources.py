@@ -30,6 +30,7 @@ from types import ModuleType
 from typing import IO, Any, Final
 
 from crucible.data.shards import DataError
+from crucible.errors import install
 
 DEMO_FILE: Final = Path(__file__).parent / "demo" / "austen.txt.xz"
 
@@ -329,9 +330,7 @@ def _require(module: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise DataError(
-            f"{what}: reading it needs the package {module.partition('.')[0]}: pip install '.[data]' in the checkout"
-        ) from None
+        raise DataError(f"{what}: reading it needs the package {module.partition('.')[0]}: {install('data')}") from None
 
 
 def _first_line(error: Exception) -> str:

@@ -16,6 +16,7 @@ from crucible.config import AXES, ModelConfig
 from crucible.engine.quant import Weight, dense
 from crucible.engine.rope import frequencies
 from crucible.engine.safetensors_file import ArtifactError, shown
+from crucible.errors import install
 from crucible.files import partial_path, sync_file, sync_folder
 from crucible.gguf.file import TENSOR_TYPES, TensorType
 from crucible.gguf.model import END_KEYS, LLAMA3_SCALING, SIZES
@@ -55,11 +56,13 @@ def export_gguf(model: LoadedModel, out: Path, *, dtype: GgufType = "f32", force
     if out.suffix != ".gguf":
         raise ArtifactError(f"{out}: a GGUF file's name must end in .gguf")
     if out.exists() and not (force and out.is_file()):
-        raise ArtifactError(f"{out} exists; choose another name or replace it with force")
+        raise ArtifactError(f"{out} exists; choose another name or replace it with force (--force)")
     try:
         import gguf
     except ModuleNotFoundError:
-        raise ArtifactError("writing .gguf needs the package gguf, which is not installed: pip install gguf") from None
+        raise ArtifactError(
+            f"writing .gguf needs the package gguf, which is not installed: {install('gguf')}"
+        ) from None
     architecture = architecture_of(model.config)
     tensors = _tensors(model, architecture)
     partial = partial_path(out)

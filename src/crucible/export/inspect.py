@@ -187,7 +187,7 @@ def _summarise(inspection: Inspection) -> list[tuple[str, str]]:
     ]
     if inspection.kind in ("artifact", "GGUF file"):
         rows += [("tokenizer", _describe_tokenizer(inspection.tokenizer)), ("ends with", _ids(inspection.end_ids))]
-    rows += [(key, _value(value)) for key, value in inspection.provenance.items()]
+    rows += [row for key, value in inspection.provenance.items() for row in _flat(key, value)]
     rows += list(inspection.metadata.items())
     return rows
 
@@ -238,8 +238,13 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes:,} bytes" + (f" ({scaled:.1f} {_UNITS[unit]})" if unit else "")
 
 
-def _value(value: Any) -> str:
-    return value if isinstance(value, str) else shown(value)
+def _flat(key: str, value: Any) -> list[tuple[str, str]]:
+    """Rows of a value in JSON: an object is a row for each of its fields."""
+    if isinstance(value, Mapping):
+        return [row for name, item in value.items() for row in _flat(f"{key}.{name}", item)]
+    if isinstance(value, float):
+        return [(key, f"{value:.6g}")]
+    return [(key, value if isinstance(value, str) else shown(value))]
 
 
 def _text(value: str) -> Text:

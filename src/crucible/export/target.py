@@ -50,7 +50,7 @@ def check_target(out: Path, *, force: bool) -> None:
     if not out.exists():
         return
     if not force:
-        raise ArtifactError(f"{out} exists; choose another folder or replace it with force")
+        raise ArtifactError(f"{out} exists; choose another folder or replace it with force (--force)")
     if not (out / PROVENANCE_NAME).is_file():
         raise ArtifactError(
             f"{out} is not an artifact of ours (it has no {PROVENANCE_NAME}): not replaced, even by force"

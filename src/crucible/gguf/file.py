@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crucible.engine.safetensors_file import ArtifactError, map_file, shown
+from crucible.errors import install
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
@@ -142,7 +143,7 @@ class GgufFile:
         except ModuleNotFoundError:
             raise ArtifactError(
                 f"{self.path}: tensor {shown(info.name)} is {info.type.name}, which the package gguf makes numbers of, "
-                "and it is not installed: pip install gguf"
+                f"and it is not installed: {install('gguf')}"
             ) from None
         row_bytes = info.shape[-1] // info.type.block * info.type.nbytes
         rows = raw.reshape(*info.shape[:-1], row_bytes)

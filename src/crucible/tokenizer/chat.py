@@ -144,7 +144,7 @@ class ChatTemplate:
         own = "".join([c if is_own else _NOT_WRITTEN for c, is_own in zip(text, by_template, strict=True)])
         past = 0
         for match in self._control_pattern.finditer(own):
-            token = self.tokenizer._spec.control_tokens[match[0]]
+            token = self.tokenizer.spec.control_tokens[match[0]]
             begin, end = match.span()
             if token.single_word and (_is_word(text[begin - 1 : begin]) or _is_word(text[end : end + 1])):
                 continue
@@ -166,7 +166,7 @@ class ChatTemplate:
 
         Another one only where a space is put before the beginning of a text, and not before each stretch of it.
         """
-        if not _first_only(self.tokenizer._spec.document):
+        if not _first_only(self.tokenizer.spec.document):
             return self.tokenizer
         document = json.loads(self.tokenizer.to_json())
         for step in _first_only(document):

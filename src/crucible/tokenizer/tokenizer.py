@@ -38,7 +38,7 @@ class Tokenizer:
 
     def __init__(self, spec: Spec) -> None:
         """Takes a checked `Spec`; most callers want `load`, `gpt2`, `from_file` or `from_bytes`."""
-        self._spec = spec
+        self.spec = spec
         self._decoder = read_decoder(spec.document.get("decoder"))
         self._encoder = ordinary_encoder(spec)
         self._bytes: dict[int, bytes] = {}
@@ -155,9 +155,9 @@ class Tokenizer:
         return data.decode("utf-8", errors="replace")
 
     def _compute_bytes(self, token_id: int) -> bytes:
-        if (token := self._spec.added.get(token_id)) is not None:
+        if (token := self.spec.added.get(token_id)) is not None:
             return self._decoder.added_bytes(token.content)
-        if (piece := self._spec.pieces.get(token_id)) is not None:
+        if (piece := self.spec.pieces.get(token_id)) is not None:
             return self._decoder.piece_bytes(piece)
         if 0 <= token_id < self.vocab_size:
             raise TokenizerError(f"token id {token_id} has no token in this vocabulary of {self.vocab_size}")
@@ -186,7 +186,7 @@ class Tokenizer:
 
     def to_json(self) -> bytes:
         """The tokenizer.json it was made from in canonical form, the same for any spacing and order of keys."""
-        return self._spec.to_json()
+        return self.spec.to_json()
 
     def save(self, path: Path | str) -> None:
         """Writes `to_json` to a file, or as tokenizer.json into an existing folder; all of it or nothing."""
