@@ -7,19 +7,10 @@ that grows while none lives long.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from itertools import count
-from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 import zmq
@@ -28,7 +19,6 @@ from crucible.errors import CrucibleError
 from crucible.serve.channel import (
     Add,
     Cancel,
-    Channel,
     Detail,
     EngineConfig,
     Failed,
@@ -41,10 +31,8 @@ from crucible.serve.channel import (
     Start,
     Stats,
     Step,
-    Stop,
-    ToEngine,
-    listen,
 )
+from crucible.serve.process import EngineProcess
 from crucible.serve.protocol import ApiError
 
 State = Literal["starting", "ready", "restarting", "failed", "stopped"]
@@ -237,18 +225,28 @@ class Supervisor:
                 self._fail(text)
 
     def _dispatch(self, step: Step) -> None:
-        """Hand a step's columns to those whom they are for. The costliest lines of this process: see the tests."""
+        """Hand the columns of a step to those whom they are for. Nothing here is done more often than this."""
         self.stats = step.stats
         receivers = self._receivers
-        details: dict[int, Detail] = {detail.number: detail for detail in step.details}
+        details: dict[int, list[Detail]] = {detail.number: [detail] for detail in step.details}
         for number, token_id in zip(step.numbers, step.ids, strict=True):
             receiver = receivers.get(number)
             if receiver is not None:
-                receiver.tokens([token_id], (details[number],) if number in details else ())
+                try:
+                    receiver.tokens([token_id], details.get(number, ()))
+                except Exception:
+                    self._drop(number)
         for number, finish in step.ends:
             receiver = receivers.pop(number, None)
             if receiver is not None:
                 receiver.end(finish)
+
+    def _drop(self, number: int) -> None:
+        """A receiver failed; the others shall have their tokens all the same."""
+        _log.exception("a request is dropped: what came of it could not be taken in")
+        receiver = self._receivers[number]
+        self.cancel(number)
+        receiver.lost(ApiError("internal", "the server failed"))
 
     def _loading(self, stage: str, done: float | None) -> None:
         assert self._engine is not None
@@ -285,7 +283,7 @@ class Supervisor:
         self._engine.read()
         if self.state != "ready":
             return
-        if self._silence > self.ping_deadline:
+        if self._silence >= self.ping_deadline:
             self._give_up_on(f"did not answer for {self.ping_deadline:g} seconds")
             return
         interval = min(_PING_INTERVAL, self.ping_deadline / 4)
@@ -295,138 +293,39 @@ class Supervisor:
         self._set_timer(interval, self._ping)
 
     def _give_up_on(self, why: str) -> None:
-        """Kill an engine that lives but is of no use; `_exited` comes of it."""
+        """Kill an engine that is of no use. `_exited` follows, which may take a moment; nobody shall wait for it."""
         assert self._engine is not None
         self._engine.kill(why)
         self._is_down(why)
 
     def _exited(self, why: str) -> None:
-        """The process is gone."""
+        """The process is gone, for whatever reason."""
         self._engine = None
-        if self.state not in ("failed", "stopped"):
-            self._is_down(why)
-            if self._first_start is not None and self._first_start.done():
-                self._restart_later()
+        if self.state in ("failed", "stopped"):
+            return
+        self._is_down(why)
+        if self.state == "restarting":
+            _log.error("the engine %s; the next one is started in %g seconds", why, self._pause)
+            self._set_timer(self._pause, self._restart)
 
     def _is_down(self, why: str) -> None:
-        """Say so to everyone who waits, once."""
-        if self._first_start is not None and not self._first_start.done():
-            self._fail(f"the engine {why}")
+        """Tell everyone who waits. No effect the second time."""
+        if self.state == "starting":
+            self._fail(f"the engine {why} while it was starting")
             return
-        if self.state == "ready":
-            _log.error("the engine %s", why)
-            if asyncio.get_running_loop().time() - self._ready_at >= _HEALTHY_AFTER:
-                self._pause = _FIRST_PAUSE
+        if self.state == "ready" and asyncio.get_running_loop().time() - self._ready_at >= _HEALTHY_AFTER:
+            self._pause = _FIRST_PAUSE
         self.state = "restarting"
         self._set_timer(None)
-        error = ApiError("unavailable", f"the engine stopped: it {why}", retry_after=math.ceil(self._pause))
+        error = ApiError("unavailable", f"the engine {why} before it was done", retry_after=math.ceil(self._pause))
         self._lose_all(error)
 
-    def _restart_later(self) -> None:
+    def _restart(self) -> None:
         self.restarts += 1
-        self._set_timer(self._pause, self._launch)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._launch()
 
     def _lose_all(self, error: ApiError) -> None:
         receivers, self._receivers = self._receivers, {}
         for receiver in receivers.values():
             receiver.lost(error)
-
-
-class EngineProcess:
-    """One process of `serve/worker.py` and the channel to it. Nothing of either is left once `exited` is called.
-
-    Args:
-        received: is called with each message, in the event loop.
-        exited: is called once the process has ended and all its messages are read, with the reason in words.
-
-    Raises:
-        OSError, zmq.ZMQError: there is no room for a folder, a socket or a process.
-    """
-
-    def __init__(self, received: Callable[[FromEngine], None], exited: Callable[[str], None]) -> None:
-        self._received, self._exited = received, exited
-        self._loop = asyncio.get_running_loop()
-        self._gone = self._loop.create_future()
-        self._why: str | None = None
-        self.is_told = False
-        """Whether the first message has been sent."""
-        with contextlib.ExitStack() as undo:
-            self._folder = Path(tempfile.mkdtemp(prefix="crucible-"))
-            undo.callback(self._remove_folder)
-            self._context = zmq.Context[zmq.Socket[bytes]]()
-            undo.callback(self._context.destroy)
-            address = f"ipc://{self._folder / 'engine'}"
-            self._channel: Channel[ToEngine, FromEngine] = listen(self._context, address)
-            # The write end of its standard input is held here and by nobody else: it ends when this process does.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "crucible.serve.worker", address, str(os.getpid())],
-                stdin=subprocess.PIPE,
-                start_new_session=True,
-            )
-            undo.pop_all()
-        self._loop.add_reader(self._channel.descriptor, self.read)
-        threading.Thread(target=self._wait, name="engine-sentinel", daemon=True).start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def send(self, message: ToEngine) -> bool:
-        """Never waits. False if the process is gone."""
-        is_sent = self._channel.send(message)
-        if self._channel.has_message:  # sending can swallow the sign that there is something to read
-            self._loop.call_soon(self.read)
-        return is_sent
-
-    def tell(self, start: Start) -> None:
-        """Send the first message. The process is connected, and nobody else shall ever be: remove the address."""
-        self.is_told = True
-        self.send(start)
-        self._remove_folder()
-
-    def read(self) -> None:
-        """Take in everything that is there; nothing of a process that is killed."""
-        while self._why is None and not self._gone.done() and self._channel.has_message:
-            self._received(self._channel.receive())
-
-    def kill(self, why: str) -> None:
-        """End it at once, whatever it does."""
-        self._why = self._why or why
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-
-    async def stop(self, seconds: float) -> None:
-        """End it within so many seconds if it listens, else at once, and wait until it is gone."""
-        if seconds and self.send(Stop()):
-            await asyncio.wait([self._gone], timeout=seconds)
-        if not self._gone.done():
-            self.kill("was stopped")
-            await self._gone
-
-    def _wait(self) -> None:
-        """In a thread of its own: the kernel says at once when a process ends."""
-        self._process.wait()
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
-            self._loop.call_soon_threadsafe(self._close)
-
-    def _close(self) -> None:
-        self.read()
-        self._gone.set_result(None)
-        self._loop.remove_reader(self._channel.descriptor)
-        self._channel.close()
-        self._context.term()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._remove_folder()
-        self._exited(self._why or _in_words(self._process.returncode))
-
-    def _remove_folder(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _in_words(status: int) -> str:
-    """How a process ended."""
-    if status < 0:
-        return f"was killed by {signal.Signals(-status).name}"
-    return f"ended with status {status}"

@@ -7,6 +7,7 @@ concern it. It does not outlive its parent, in whatever way that ends.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import zmq
 
+from crucible.engine.request import SamplingParams
 from crucible.errors import CrucibleError
 from crucible.serve.channel import (
     Add,
@@ -61,6 +63,8 @@ def main() -> None:
     began = time.perf_counter()
     address, parent = sys.argv[1], int(sys.argv[2])
     _die_with(parent)
+    faulthandler.enable()
+    os.dup2(2, 1)  # nothing that a library prints shall be taken for what the parent prints
     # The parent decides when this ends: a terminal's Ctrl-C goes to it, which may have answers to finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -190,8 +194,6 @@ def _serve(channel: _Parent, engine: Engine) -> None:
 
 
 def _add(channel: _Parent, engine: Engine, number: int, prompt_ids: list[int], params: dict[str, Any]) -> None:
-    from crucible.engine.request import SamplingParams
-
     try:
         engine.add(number, prompt_ids, SamplingParams(**params))
     except CrucibleError as error:

@@ -1,0 +1,493 @@
+"""The engine in a process of its own: what requests get, and what is left of a process that ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from supervised import Account, is_gone, submit, supervised, until
+from toy_artifact import PADDED_VOCAB_SIZE, write_toy_artifact
+
+from crucible.engine.backends import make_backend
+from crucible.engine.engine import Engine, Event
+from crucible.engine.request import SamplingParams
+from crucible.errors import CrucibleError
+from crucible.models import resolve
+from crucible.serve import supervisor as module
+from crucible.serve.channel import EngineConfig
+from crucible.serve.protocol import ApiError
+from crucible.serve.supervisor import Supervisor
+
+LONG = {"max_tokens": 1900, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_toy_artifact(tmp_path_factory.mktemp("model") / "toy", max_position_embeddings=2048)
+
+
+@pytest.fixture
+def tamper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Runs code in every Python process that is started, before anything else."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+    def write(code: str) -> None:
+        (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(code))
+
+    return write
+
+
+SLOW_STEPS = """
+    import sys, time
+    if "crucible.serve.worker" in sys.orig_argv:
+        from crucible.engine.null import NullBackend
+        submit = NullBackend.submit
+        def slow(self, plan):
+            time.sleep({seconds})
+            return submit(self, plan)
+        NullBackend.submit = slow
+"""
+
+SLOW = SLOW_STEPS.format(seconds=0.02)
+
+AT_START = """
+    import os, sys, time
+    if "crucible.serve.worker" in sys.orig_argv:
+        from crucible import models
+        resolve_text = models.resolve_text
+        def tampered(model):
+            {action}
+            return resolve_text(model)
+        models.resolve_text = tampered
+"""
+
+
+# ---- requests -----------------------------------------------------------------------------------------------------
+
+
+def test_requests_get_what_the_engine_gives(model: Path) -> None:
+    """Tokens, ends, log-probabilities and stats are those of the same engine in this process."""
+    asked = [
+        ([5, 61, 17], {"max_tokens": 9}),
+        ([5, 61, 17], {"max_tokens": 12, "temperature": 0.9, "seed": 2**64 - 3, "logprobs": 2}),
+        (list(range(40, 90)), {"max_tokens": 6, "prompt_logprobs": True, "logit_bias": {7: 3.5}, "logprobs": 0}),
+        ([9] * 20, {"max_tokens": 300, "temperature": 1.5, "stop_token_ids": [11, 12, 13, *range(100, 110)]}),
+    ]
+    loaded = resolve(model)
+    engine = Engine(make_backend("reference", loaded.config, loaded.weights, num_slots=4), eos_ids=(299,))
+    events: list[list[Event]] = [[] for _ in asked]
+    for index, (prompt, params) in enumerate(asked):
+        engine.add(index, prompt, SamplingParams(**params))
+    while engine.has_work:
+        for event in engine.step():
+            events[event.request_id].append(event)
+
+    async def main() -> list[Account]:
+        async with supervised(model, backend="reference", max_batch=4) as supervisor:
+            ready = supervisor.ready
+            assert ready is not None
+            assert (ready.backend, ready.weights, ready.max_batch) == ("reference", "f32", 4)
+            assert (ready.context, ready.vocab_size, ready.page_size) == (2048, PADDED_VOCAB_SIZE, 16)
+            accounts = [submit(supervisor, prompt, **params)[1] for prompt, params in asked]
+            assert supervisor.in_flight == 4
+            for account in accounts:
+                await account.wait()
+            assert supervisor.in_flight == 0
+            stats = supervisor.stats
+            assert stats.tokens == sum(len(account.ids) for account in accounts)
+            assert stats.prefill_rows == sum(len(prompt) for prompt, _ in asked)
+            assert (stats.prefill_chunks, stats.free_pages, stats.running) == (4, ready.num_pages, 0)
+            return accounts
+
+    for account, expected in zip(asyncio.run(main()), events, strict=True):
+        assert account.ids == [event.token_id for event in expected]
+        assert account.finish == expected[-1].finish
+        scores = [event.logprobs for event in expected if event.logprobs is not None]
+        got = [detail.logprobs for detail in account.details if detail.logprobs is not None]
+        assert [(s.logprob, tuple(s.top_ids), tuple(s.top_logprobs)) for s in got] == [
+            (s.logprob, s.top_ids, s.top_logprobs) for s in scores
+        ]
+        first = account.details[0]
+        assert first.prompt_logprobs == (list(p) if (p := expected[0].prompt_logprobs) is not None else None)
+        assert first.queue_seconds is not None
+        assert first.queue_seconds >= 0
+        assert first.prefill_seconds is not None
+        assert first.prefill_seconds > 0
+        assert {detail.prefill_seconds for detail in account.details[1:]} <= {None}
+
+
+def test_what_the_engine_refuses_is_lost_with_its_words(model: Path) -> None:
+    async def main() -> None:
+        async with supervised(model) as supervisor:
+            _, account = submit(supervisor, [5, 70000], max_tokens=5)
+            error = (await account.wait()).error
+            assert error is not None
+            assert (error.kind, str(error)) == (
+                "invalid",
+                "the prompt has token id 70000; the model's are 0 to 319",
+            )
+            _, account = submit(supervisor, [5, 6], max_tokens=5)
+            assert (await account.wait()).finish == "length"
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_request_hears_nothing_more_and_its_pages_are_free(
+    model: Path, tamper: Callable[[str], None]
+) -> None:
+    tamper(SLOW)
+
+    async def main() -> None:
+        async with supervised(model, max_batch=2, kv_pages=140) as supervisor:
+            number, account = submit(supervisor, **LONG)
+            _, waits = submit(supervisor, **LONG)  # for pages
+            await until(lambda: len(account.ids) > 2)
+            assert (supervisor.stats.running, supervisor.stats.waiting) == (1, 1)
+            supervisor.cancel(number)
+            supervisor.cancel(number)
+            drawn = len(account.ids)
+            steps = supervisor.stats.steps
+            await until(lambda: waits.ids)
+            assert supervisor.stats.steps <= steps + 3
+            assert (len(account.ids), account.finish, account.error) == (drawn, None, None)
+            assert supervisor.in_flight == 1
+
+    asyncio.run(main())
+
+
+def test_requests_that_arrive_during_a_step_share_the_next(model: Path, tamper: Callable[[str], None]) -> None:
+    tamper(SLOW_STEPS.format(seconds=0.1))
+
+    async def main() -> None:
+        async with supervised(model) as supervisor:
+            _, blocker = submit(supervisor, max_tokens=2)
+            await until(lambda: supervisor.stats.steps == 1)
+            accounts = [submit(supervisor, max_tokens=1)[1] for _ in range(9)]
+            for account in (blocker, *accounts):
+                await account.wait()
+            # The second plan may have been on its way by then, so that they are in that one or in the third.
+            assert (supervisor.stats.prefill_plans, supervisor.stats.prefill_chunks) == (2, 10)
+
+    asyncio.run(main())
+
+
+def test_a_receiver_that_fails_costs_the_others_nothing(model: Path) -> None:
+    class Broken(Account):
+        def tokens(self, ids: object, details: object) -> None:
+            raise KeyError(ids)
+
+    async def main() -> None:
+        async with supervised(model) as supervisor:
+            broken = Broken()
+            _, before = submit(supervisor, max_tokens=5)
+            supervisor.submit([1, 2], {"max_tokens": 5}, broken)
+            _, after = submit(supervisor, max_tokens=5)
+            assert len((await before.wait()).ids) == len((await after.wait()).ids) == 5
+            assert broken.error is not None
+            assert broken.error.kind == "internal"
+            assert supervisor.in_flight == 0
+
+    asyncio.run(main())
+
+
+# ---- death and freeze ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen", "failing"])
+def test_an_engine_that_stops_loses_each_request_once_and_another_takes_over(
+    model: Path, tamper: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    fails = "assert len(plan.segments) < 40, 'as planned by a test'; " if how == "failing" else ""
+    tamper(SLOW.replace("time.sleep", f"{fails}time.sleep"))
+    monkeypatch.setattr(module, "_FIRST_PAUSE", 0.3)
+
+    async def main() -> None:
+        async with supervised(model, ping_deadline=0.5 if how == "frozen" else 30) as supervisor:
+            pid = supervisor.engine_pid
+            assert pid is not None
+            accounts = [submit(supervisor, **LONG)[1] for _ in range(30)]
+            await until(lambda: all(account.ids for account in accounts))
+            began = time.monotonic()
+            match how:
+                case "killed":
+                    os.kill(pid, signal.SIGKILL)
+                case "frozen":
+                    os.kill(pid, signal.SIGSTOP)
+                case _:
+                    accounts += [submit(supervisor, **LONG)[1] for _ in range(30)]
+            for account in accounts:
+                await account.wait()
+            assert time.monotonic() - began < 5
+            words = {"killed": "was killed by SIGKILL", "frozen": "did not answer for 0.5 seconds"}
+            for account in accounts:
+                assert account.error is not None
+                assert (account.error.kind, account.error.retry_after) == ("unavailable", 1)
+                assert words.get(how, "ended with status 1") in str(account.error)
+            assert supervisor.state == "restarting"
+            assert supervisor.in_flight == 0
+            with pytest.raises(ApiError, match="the engine is being restarted") as raised:
+                submit(supervisor)
+            assert (raised.value.kind, raised.value.retry_after) == ("unavailable", 1)
+            await until(lambda: is_gone(pid), 1)
+            await until(lambda: supervisor.state == "ready")
+            assert supervisor.restarts == 1
+            _, account = submit(supervisor, max_tokens=3)
+            assert (await account.wait()).finish == "length"
+            assert supervisor.stats.tokens == 3
+
+    asyncio.run(main())
+
+
+def test_a_step_shorter_than_the_deadline_is_no_freeze(model: Path, tamper: Callable[[str], None]) -> None:
+    tamper(SLOW_STEPS.format(seconds=0.4))
+
+    async def main() -> None:
+        async with supervised(model, ping_deadline=1) as supervisor:
+            _, account = submit(supervisor, max_tokens=2)
+            assert (await account.wait()).finish == "length"
+            assert supervisor.restarts == 0
+
+    asyncio.run(main())
+
+
+def test_a_pause_of_this_process_is_not_held_against_the_engine(model: Path) -> None:
+    async def main() -> None:
+        async with supervised(model, ping_deadline=0.2) as supervisor:
+            pid = supervisor.engine_pid
+            for _ in range(3):
+                time.sleep(0.3)
+                await asyncio.sleep(0.06)
+            assert (supervisor.state, supervisor.engine_pid) == ("ready", pid)
+
+    asyncio.run(main())
+
+
+def test_the_pause_before_a_restart_grows_until_an_engine_lives(
+    model: Path, tamper: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LONGEST_PAUSE", 0.4)
+    monkeypatch.setattr(module, "_HEALTHY_AFTER", 0.1)
+    flag = tmp_path / "broken"
+    tamper(AT_START.format(action=f"os.path.exists({str(flag)!r}) and os._exit(3)"))
+
+    async def main() -> None:
+        async with supervised(model) as supervisor:
+            supervisor._pause = 0.1
+            pauses = []
+
+            async def die() -> None:
+                assert supervisor.engine_pid is not None
+                os.kill(supervisor.engine_pid, signal.SIGKILL)
+                await until(lambda: supervisor.state == "restarting")
+
+            monkeypatch.setattr(module._log, "error", lambda text, why, pause: pauses.append((why, pause)))
+            flag.touch()
+            await die()
+            await until(lambda: supervisor.restarts == 4)
+            flag.unlink()
+            await until(lambda: supervisor.state == "ready")
+            exits = "ended with status 3"
+            assert pauses[:4] == [("was killed by SIGKILL", 0.1), (exits, 0.2), (exits, 0.4), (exits, 0.4)]
+            monkeypatch.setattr(module, "_FIRST_PAUSE", 0.05)
+            await asyncio.sleep(0.15)
+            await die()
+            await until(lambda: supervisor.state == "ready")
+            assert pauses[-1] == ("was killed by SIGKILL", 0.05)
+
+    asyncio.run(main())
+
+
+# ---- starting ------------------------------------------------------------------------------------------------------
+
+
+def failed_start(model: str | Path, **options: float) -> tuple[str, Supervisor]:
+    """The error of a start, after the check that no process is left of it."""
+
+    async def main() -> tuple[str, Supervisor]:
+        supervisor = Supervisor(EngineConfig(model=str(model), backend="null"), **options)
+        with pytest.raises(CrucibleError) as raised:
+            await supervisor.start()
+        assert (supervisor.state, supervisor.engine_pid, supervisor.restarts) == ("failed", None, 0)
+        assert supervisor.failure == str(raised.value)
+        with pytest.raises(ApiError, match="the engine cannot be started") as refused:
+            submit(supervisor)
+        assert refused.value.retry_after is None
+        await supervisor.stop()
+        return str(raised.value), supervisor
+
+    return asyncio.run(main())
+
+
+def test_a_model_that_cannot_be_had_is_told_in_the_engines_words(tmp_path: Path) -> None:
+    error, _ = failed_start(tmp_path / "nowhere")
+    assert error.startswith(f"{tmp_path / 'nowhere'}: no such file or folder; a model is")
+
+
+def test_a_process_that_ends_while_it_starts_is_not_started_again(model: Path, tamper: Callable[[str], None]) -> None:
+    tamper(AT_START.format(action="os._exit(3)"))
+    assert failed_start(model)[0] == "the engine ended with status 3 while it was starting"
+    tamper("import os, sys\nif 'crucible.serve.worker' in sys.orig_argv: os._exit(4)")
+    assert failed_start(model)[0] == "the engine ended with status 4 while it was starting"
+
+
+def test_a_start_has_a_deadline(model: Path, tamper: Callable[[str], None]) -> None:
+    tamper(AT_START.format(action="time.sleep(60)"))
+    began = time.monotonic()
+    error, _ = failed_start(model, startup_deadline=0.5)
+    assert error == "the engine was not ready within 0.5 seconds while it was starting"
+    assert time.monotonic() - began < 2
+
+
+def test_a_start_that_nobody_waits_for_any_longer_is_undone(model: Path, tamper: Callable[[str], None]) -> None:
+    tamper(AT_START.format(action="time.sleep(60)"))
+
+    async def main() -> None:
+        supervisor = Supervisor(EngineConfig(model=str(model), backend="null"))
+        start = asyncio.create_task(supervisor.start())
+        await until(lambda: supervisor.engine_pid is not None)
+        pid = supervisor.engine_pid
+        assert pid is not None
+        await asyncio.sleep(0.1)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        assert supervisor.state == "stopped"
+        assert is_gone(pid)
+
+    asyncio.run(main())
+
+
+def test_a_model_that_is_gone_at_the_restart_ends_the_attempts(tmp_path: Path) -> None:
+    model = write_toy_artifact(tmp_path / "toy")
+
+    async def main() -> None:
+        async with supervised(model) as supervisor:
+            supervisor._pause = 0.05
+            (model / "config.json").unlink()
+            assert supervisor.engine_pid is not None
+            os.kill(supervisor.engine_pid, signal.SIGKILL)
+            await until(lambda: supervisor.state == "failed")
+            assert supervisor.failure is not None
+            assert "config.json: no such file" in supervisor.failure
+            await until(lambda: supervisor.engine_pid is None)
+            assert supervisor.restarts == 1
+
+    asyncio.run(main())
+
+
+def test_progress_is_told_while_it_starts(model: Path) -> None:
+    stages: list[str] = []
+
+    async def main() -> None:
+        async with supervised(model, on_progress=lambda stage, done: stages.append(stage)):
+            assert stages == ["starting the engine", f"reading {model}", "preparing the null backend"]
+
+    asyncio.run(main())
+
+
+# ---- stopping ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_of_a_supervisor(
+    model: Path,
+    tamper: Callable[[str], None],
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No process, no file, no descriptor; requests in flight are lost."""
+    tamper(SLOW)
+    tmp_path = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    async def main() -> None:
+        await once()
+        before = descriptors()
+        await once()
+        assert descriptors() == before
+
+    async def once() -> None:
+        async with supervised(model) as supervisor:
+            assert list(tmp_path.iterdir()) == [], "the address is removed once both ends are there"
+            _, account = submit(supervisor, **LONG)
+            await until(lambda: account.ids)
+        assert account.error is not None
+        assert str(account.error) == "the server is stopping"
+        assert list(tmp_path.iterdir()) == []
+        with pytest.raises(ApiError, match="the server is stopping"):
+            submit(supervisor)
+        await supervisor.stop()
+
+    asyncio.run(main())
+
+
+def test_signals_of_a_terminal_or_a_service_manager_are_the_parents(model: Path) -> None:
+    async def main() -> None:
+        async with supervised(model) as supervisor:
+            assert supervisor.engine_pid is not None
+            assert os.getsid(supervisor.engine_pid) == supervisor.engine_pid
+            os.kill(supervisor.engine_pid, signal.SIGINT)
+            os.kill(supervisor.engine_pid, signal.SIGTERM)
+            _, account = submit(supervisor, max_tokens=3)
+            assert (await account.wait()).finish == "length"
+            assert supervisor.restarts == 0
+
+    asyncio.run(main())
+
+
+def test_a_frozen_engine_is_stopped_all_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_STOP_SECONDS", 0.2)
+
+    async def main() -> None:
+        async with supervised(model) as supervisor:
+            assert supervisor.engine_pid is not None
+            os.kill(supervisor.engine_pid, signal.SIGSTOP)
+
+    asyncio.run(main())
+
+
+PARENT = """
+import asyncio, sys
+from crucible.serve.channel import EngineConfig
+from crucible.serve.supervisor import Supervisor
+
+async def main():
+    supervisor = Supervisor(EngineConfig(model=sys.argv[1], backend="null"))
+    start = asyncio.create_task(supervisor.start())
+    await asyncio.sleep(0)
+    if sys.argv[2] == "ready":
+        await start
+    print(supervisor.engine_pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a stopped process outlives its parent")
+@pytest.mark.parametrize("state", ["starting", "ready", "stopped"])
+def test_no_engine_outlives_a_parent_that_is_killed(model: Path, state: str) -> None:
+    when = "starting" if state == "starting" else "ready"
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(model), when], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        if state == "stopped":
+            os.kill(pid, signal.SIGSTOP)
+        assert not is_gone(pid)
+        parent.kill()
+    end = time.monotonic() + 5
+    while not is_gone(pid):
+        assert time.monotonic() < end, "an orphan is left"
+        time.sleep(0.01)
