@@ -21,7 +21,7 @@ COMMANDS = [
     for app in APPS
     for command in app.registered_commands
     if command.callback
-] + [["bench", name] for name in ("decode", "prefill", "compare")]
+] + [["bench", name] for name in ("decode", "prefill", "compare", "serve", "compat", "stall", "soak")]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The parent's side of `bench/worker.py`: start an engine's process, ask it for tokens, time its start."""
+"""Processes that answer line by line: the parent's side of `bench/worker.py` and of the like."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final
+from typing import Final, Self
 
 from crucible.bench.harness import BenchError
 
@@ -59,39 +59,45 @@ class Reply:
     rest: float
 
 
-class EngineProcess:
-    """A running process of an engine; as a context manager it ends with the block.
+class LineProcess:
+    """A running process that answers each line on its standard input by one on its standard output.
 
-    Each method raises BenchError where the process has ended; the message has the end of its standard error.
+    As a context manager it ends with the block. Each method raises BenchError where the process has ended; the message
+    has the end of its standard error.
+
+    Args:
+        label: what it is called in messages.
+        command: the command line.
+        threads: that libraries for numbers may compute with; None for their own choice.
     """
 
-    def __init__(self, spec: EngineSpec) -> None:
-        self.spec = spec
+    def __init__(self, label: str, command: Sequence[str], *, threads: int | None = None) -> None:
+        self.label = label
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process; a full pipe would block it
         self._process = subprocess.Popen(
-            spec.command(),
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            text=True,
-            env=_environment(spec.threads),
+            env=None if threads is None else _environment(threads),
         )
-        self._description: str | None = None
 
-    def wait_ready(self) -> str:
-        """Wait until the model is loaded; what the process says it is."""
-        if self._description is None:
-            self._description = str(self._reply()["ready"])
-        return self._description
+    def send(self, line: bytes) -> None:
+        """Write a line, given without its end."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise BenchError(self._failure()) from None
 
-    def ask(self, ids: Sequence[int], new_tokens: int) -> Reply:
-        """Draw that many greedy tokens after a prompt. Raises BenchError where the process fails or draws others."""
-        self._send({"ids": list(ids), "new_tokens": new_tokens})
-        self.wait_ready()
-        found = self._reply()
-        if len(found["ids"]) != new_tokens:
-            raise BenchError(f"{self.spec.label} was asked for {new_tokens} tokens and drew {len(found['ids'])}")
-        return Reply(tuple(found["ids"]), found["first"], found["rest"])
+    def receive(self) -> bytes:
+        """Wait for a line."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise BenchError(self._failure())
+        return line
 
     def close(self) -> None:
         """End the process and wait for it."""
@@ -105,33 +111,40 @@ class EngineProcess:
             self._process.wait()
         self._errors.close()
 
-    def __enter__(self) -> EngineProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close()
 
-    def _send(self, request: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise BenchError(self._failure()) from None
-
-    def _reply(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise BenchError(self._failure())
-        found: dict[str, Any] = json.loads(line)
-        return found
-
     def _failure(self) -> str:
         self._process.wait()
         self._errors.seek(0)
         lines = self._errors.read().strip().splitlines() or ["it said nothing"]
-        return f"the process of {self.spec.label} ended: {lines[-1][-300:]}"
+        return f"the process of {self.label} ended: {lines[-1][-300:]}"
+
+
+class EngineProcess(LineProcess):
+    """An engine that continues one prompt at a time. Raises as `LineProcess`."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec.label, spec.command(), threads=spec.threads)
+        self._description: str | None = None
+
+    def wait_ready(self) -> str:
+        """Wait until the model is loaded; what the process says it is."""
+        if self._description is None:
+            self._description = str(json.loads(self.receive())["ready"])
+        return self._description
+
+    def ask(self, ids: Sequence[int], new_tokens: int) -> Reply:
+        """Draw that many greedy tokens after a prompt. Raises BenchError where the process fails or draws others."""
+        self.send(json.dumps({"ids": list(ids), "new_tokens": new_tokens}).encode())
+        self.wait_ready()
+        found = json.loads(self.receive())
+        if len(found["ids"]) != new_tokens:
+            raise BenchError(f"{self.label} was asked for {new_tokens} tokens and drew {len(found['ids'])}")
+        return Reply(tuple(found["ids"]), found["first"], found["rest"])
 
 
 def time_to_first_token(spec: EngineSpec, ids: Sequence[int]) -> float:
