@@ -78,11 +78,9 @@ class NullBackend:
         self._slots: dict[int, _Slot] = {}
 
     def open_slot(self, slot: int, spec: SlotSpec) -> None:
-        tokens = [
-            token_id for token_id in self._token_ids or range(self.config.vocab_size) if token_id not in spec.end_ids
-        ]
+        tokens = [token_id for token_id in self._token_ids if token_id not in spec.end_ids]
         self._slots[slot] = _Slot(
-            tokens=itertools.cycle(tokens or [i for i in range(self.config.vocab_size) if i not in spec.end_ids]),
+            tokens=itertools.cycle(tokens or self._token_ids),
             num_left=spec.limit - len(spec.prompt_ids) - len(spec.output_ids),
             num_top=spec.params.logprobs,
             top_ids=tuple(range(spec.params.logprobs or 0)),

@@ -68,7 +68,9 @@ class Receiver(Protocol):
 
 
 class Supervisor:
-    """An engine in a process of its own, at any time of the state that `state` says. Belongs to one event loop.
+    """An engine in a process of its own, at any time in the state that `state` says.
+
+    Belongs to one event loop, whose thread must live as long as the engine: on Linux the engine dies with it.
 
     Args:
         config: what the engine is started with.

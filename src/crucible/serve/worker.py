@@ -140,12 +140,9 @@ def _load(config: EngineConfig, notify: Callable[[str], Any], began: float) -> t
             num_pages=num_pages,
             null_ids=model.tokenizer.encode(_NULL_TEXT) if name == "null" else (),
         )
-    chosen = {name: getattr(config, name) for name in ("prefill_budget", "prefill_chunk", "look_ahead")}
-    engine = Engine(
-        backend,
-        eos_ids=model.generation.eos_token_ids,
-        **{name: value for name, value in chosen.items() if value is not None},
-    )
+    options = {key: getattr(config, key) for key in ("prefill_budget", "prefill_chunk", "look_ahead")}
+    chosen = {key: value for key, value in options.items() if value is not None}
+    engine = Engine(backend, eos_ids=model.generation.eos_token_ids, **chosen)
     return engine, Ready(
         backend=name,
         device=_device(name),
