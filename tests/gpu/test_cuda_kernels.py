@@ -11,7 +11,7 @@ import pytest
 from cuda_models import GPU, assert_same_bits
 
 from crucible.engine.cuda.batch import make_batch
-from crucible.engine.cuda.model import MAX_SHARED, WIDE_SHARED, Resident
+from crucible.engine.cuda.model import MAX_SHARED, WIDE_SHAPES, Resident
 from crucible.engine.cuda.weights import pack
 from crucible.engine.host_backend import Span
 from crucible.engine.quant import F16Weight, Int8Weight, halve, quantise
@@ -26,6 +26,13 @@ OPERAND_BOUND = 2.0**-11
 """Relative, of what is rounded to f16 once."""
 F32_BOUND = 64 * 2.0**-24
 """Relative, of sums in f32 over positive terms."""
+
+
+SHAPES = (
+    (1, "narrow_1"), (16, "narrow_1"), (17, "narrow_2"), (40, "narrow_4"), (64, "narrow_4"),
+    (65, "wide_128x128"), (70, "wide_64x64"), (130, "wide_128x128"), (200, "wide_64x64"),
+)  # fmt: skip
+"""Numbers of rows, and a kernel for as many."""
 
 
 def a_order(x_MK: F16) -> F16:
@@ -52,21 +59,27 @@ def linear(weight: Int8Weight | F16Weight, chunk: int, x_MK: F16, shape: str) ->
     matrix = pack([weight], chunk)
     resident = Resident.upload(GPU, matrix)
     is_int8 = isinstance(weight, Int8Weight)
-    definitions = {"WEIGHTS": "Int8" if is_int8 else "F16", "KIND": "LOGITS", "CHUNK_STEPS": chunk // 16}
-    shared = WIDE_SHARED["int8" if is_int8 else "f16"] if shape == "wide" else MAX_SHARED
-    kernel = GPU.kernel("linear.cu", shape, definitions, shared_bytes=shared)
+    definitions = {
+        "WEIGHTS": "Int8" if is_int8 else "F16",
+        "KIND": "LOGITS",
+        "CHUNK_STEPS": chunk // 16,
+        "NARROW_WARPS": 16,
+    }
+    wide = next((wide for wide in WIDE_SHAPES if wide.name == shape), None)
+    most_shared = MAX_SHARED if wide is None else wide.shared_bytes("int8" if is_int8 else "f16")
+    kernel = GPU.kernel("linear.cu", shape, definitions, shared_bytes=most_shared)
     rows, width = len(x_MK), matrix.num_units * 16
     out, count = GPU.upload(np.full((rows, width), np.nan, dtype=np.float32)), GPU.allocate(16, 0)
     operand = slack(a_order(x_MK))
-    end = (*resident.args, out, i32(width), count, i32(rows))
-    if shape == "wide":
-        grid = matrix.padded // 128, -(-rows // 128)
-        GPU.launch(kernel, grid=grid, block=256, args=(operand, i32(matrix.num_units), *end))
+    args = (operand, i32(matrix.num_units), *resident.args, out, i32(width), count, i32(rows))
+    if wide is not None:
+        GPU.launch(kernel, grid=wide.grid(rows, width), block=wide.threads, args=args)
     else:
         tiles = int(shape[-1])
         warps = max(tiles, min(16, matrix.chunks))
-        shared = warps * (tiles * 1024 + 64)
-        GPU.launch(kernel, grid=(matrix.num_units,), block=warps * 32, args=(operand, *end), shared_bytes=shared)
+        shared = 2 * warps * (tiles * 1024 + 64)
+        # Two units to each block, as far as they go.
+        GPU.launch(kernel, grid=(-(-matrix.num_units // 2),), block=warps * 32, args=args, shared_bytes=shared)
     return GPU.download(out, np.float32, (rows, width))[:, : weight.shape[0]]
 
 
@@ -81,18 +94,11 @@ def test_linear_layers_in_every_shape(weight_format: str, outputs: int, inputs: 
     weight: Int8Weight | F16Weight = quantise(weight_NK, chunk) if weight_format == "int8" else halve(weight_NK)
     x_MK = rng.uniform(0.1, 2.0, (300, inputs)).astype(np.float16)
     expected = x_MK.astype(np.float64) @ weight.dequantise().astype(np.float64).T
-    whole = linear(weight, chunk, x_MK, "wide")
+    whole = linear(weight, chunk, x_MK, "wide_128x128")
     assert np.abs(whole / expected - 1).max() < F32_BOUND
-    for rows, shape in (
-        (1, "narrow_1"),
-        (16, "narrow_1"),
-        (17, "narrow_2"),
-        (40, "narrow_4"),
-        (64, "narrow_4"),
-        (65, "wide"),
-    ):
+    for rows, shape in SHAPES:
         assert_same_bits(linear(weight, chunk, x_MK[:rows], shape), whole[:rows])
-        assert_same_bits(linear(weight, chunk, x_MK[200 : 200 + rows], shape), whole[200 : 200 + rows])
+        assert_same_bits(linear(weight, chunk, x_MK[100 : 100 + rows], shape), whole[100 : 100 + rows])
 
 
 def test_sums_that_cancel_have_the_same_bits_in_every_shape() -> None:
@@ -101,8 +107,8 @@ def test_sums_that_cancel_have_the_same_bits_in_every_shape() -> None:
         weight_NK = rng.standard_normal((144, 768)).astype(np.float32)
         weight: Int8Weight | F16Weight = quantise(weight_NK) if weight_format == "int8" else halve(weight_NK)
         x_MK = (scale * rng.standard_normal((150, 768))).astype(np.float16)
-        whole = linear(weight, 128, x_MK, "wide")
-        for rows, shape in ((1, "narrow_1"), (9, "narrow_1"), (30, "narrow_2"), (64, "narrow_4")):
+        whole = linear(weight, 128, x_MK, "wide_128x128")
+        for rows, shape in SHAPES[:-1]:
             assert_same_bits(linear(weight, 128, x_MK[:rows], shape), whole[:rows])
 
 
@@ -115,8 +121,8 @@ def test_norms(width: int) -> None:
     kernel = GPU.kernel("rows.cu", "norm_rows", {"WEIGHTS": "Int8"})
     index = rng.permutation(21).astype(np.int32)
     operand, count = GPU.allocate(128 * width * 2, 0), GPU.allocate(16, 0)
-    args = GPU.upload(x), GPU.upload(index), GPU.upload(weight), i32(width), f32(1e-5), i32(21), operand, count
-    GPU.launch(kernel, grid=(3,), block=256, args=args)
+    args = GPU.upload(x), GPU.upload(index), GPU.upload(weight), i32(width), f32(1e-5), operand, count
+    GPU.launch(kernel, grid=(21,), block=64, args=args, shared_bytes=4 * (width // 32 + 2))
     found = from_a_order(GPU.download(operand, np.float16, (128, width)), 21, width)
     assert np.abs(found / expected[index] - 1).max() < OPERAND_BOUND * 1.01
 
@@ -159,16 +165,17 @@ def test_attention_by_rows_and_by_spans(head_dim: int, num_heads: int, num_kv_he
     block = GPU.upload(batch.block)
     address = int(block.handle)
     found = []
-    for name in ("attend_rows", "attend_spans"):
-        shared = 8 * (128 + head_dim // 8 * 512) if name == "attend_rows" else 512 * head_dim
+    for name in ("attend_rows_8" if num_heads // num_kv_heads <= 8 else "attend_rows_16", "attend_spans"):
+        by_rows = name != "attend_spans"
+        shared = 8 * (128 + head_dim // 8 * 512) if by_rows else 512 * head_dim
         kernel = GPU.kernel("attention.cu", name, {"HEAD_DIM": head_dim}, shared_bytes=shared)
         out = GPU.allocate(-(-rows // 128) * 128 * num_heads * head_dim * 2, 0xFF)
         args = (*device, out, address + 4 * batch.pages, i32(num_heads), i32(num_kv_heads), f32(head_dim**-0.5), count)
-        if name == "attend_rows":
+        if by_rows:
             arrays, grid = (batch.position, batch.table), (rows, num_kv_heads, -(-(num_heads // num_kv_heads) // 16))
         else:
             arrays, grid = (batch.items, batch.spans), (batch.num_items, num_kv_heads, 1)
-        GPU.launch(kernel, grid=grid, block=256 if name == "attend_rows" else 128,
+        GPU.launch(kernel, grid=grid, block=256 if by_rows else 128,
                    args=(*args, *(address + 4 * at for at in arrays)))  # fmt: skip
         words = GPU.download(out, np.float16, (-(-rows // 128) * 128, num_heads * head_dim))
         found.append(from_a_order(words, rows, num_heads * head_dim).reshape(rows, num_heads, head_dim))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -93,36 +93,39 @@ class CudaBackend(HostBackend):
             if isinstance(self.model, PlainModel):
                 cache.fill(np.float32(value), stream=self.gpu.stream)
             else:
-                cache.fill(np.float16(value), stream=self.gpu.stream)
+                cache.fill(np.float16(np.clip(value, -65504, 65504)), stream=self.gpu.stream)
 
     def _forward(self, ids_M: Ids, spans: Sequence[Span], wanted_M: npt.NDArray[np.bool_]) -> F32:
-        logits: list[F32] = []
-        done = 0
-        for part in cut(spans, MAX_ROWS):
-            rows = slice(done, done + sum(span.length for span in part))
-            logits += self._run(make_batch(ids_M[rows], part, wanted_M[rows], self.config.group_size))
-            done = rows.stop
-        return logits[0] if len(logits) == 1 else np.concatenate(logits)
+        parts = list(cut(spans, MAX_ROWS))
+        if len(parts) == 1 and np.count_nonzero(wanted_M) <= MAX_LOGITS:
+            # Read before the next step comes, so there is no need to move them.
+            return next(self._run(make_batch(ids_M, parts[0], wanted_M, self.config.group_size)))
+        logits = np.empty((np.count_nonzero(wanted_M), self.config.vocab_size), dtype=np.float32)
+        row = num_logits = 0
+        for part in parts:
+            rows = slice(row, row + sum(span.length for span in part))
+            for landed in self._run(make_batch(ids_M[rows], part, wanted_M[rows], self.config.group_size)):
+                logits[num_logits : num_logits + len(landed)] = landed
+                num_logits += len(landed)
+            row = rows.stop
+        return logits
 
-    def _run(self, batch: Batch) -> list[F32]:
-        """Logits of the wanted rows, in parts of at most `MAX_LOGITS`."""
+    def _run(self, batch: Batch) -> Iterator[F32]:
+        """Logits of the wanted rows, once at least and at most `MAX_LOGITS`, each until the next is asked for."""
         self._block_view.view(np.int32)[: batch.block.size] = batch.block
         if self._use_graphs and batch.is_decode and batch.num_rows <= GRAPH_ROWS:
             self._replay(batch)
-            return [self._land(batch.num_rows)]
+            yield self._land(batch.num_rows)
+            return
+        address = int(self._block.handle)
         self._send(batch.block.size)
-        self.model.queue(batch, int(self._block.handle))
-        logits = []
-        for first in range(0, batch.num_wanted, MAX_LOGITS):
+        self.model.queue(batch, address)
+        for first in range(0, max(1, batch.num_wanted), MAX_LOGITS):
             count = min(MAX_LOGITS, batch.num_wanted - first)
-            self.model.queue_head(batch, int(self._block.handle), first, count)
-            self._receive(count)
-            logits.append(self._land(count))
-        if not logits:
-            # The block in pinned memory is written again for the next step.
-            self.gpu.sync()
-            logits.append(np.empty((0, self.config.vocab_size), dtype=np.float32))
-        return logits
+            if count > 0:
+                self.model.queue_head(batch, address, first, count)
+                self._receive(count)
+            yield self._land(count)
 
     def _replay(self, batch: Batch) -> None:
         """Queue a decode step as a graph. Where its arrays lie depends on the number of rows alone; as many pages are
@@ -147,7 +150,7 @@ class CudaBackend(HostBackend):
 
     def _land(self, count: int) -> F32:
         self.gpu.sync()
-        return self._logits_view[:count, : self.config.vocab_size].copy()
+        return self._logits_view[:count, : self.config.vocab_size]
 
 
 def check_architecture(config: ModelConfig) -> None:

@@ -106,18 +106,24 @@ class Gpu:
 
     def upload(self, array: npt.NDArray[Any]) -> Any:
         """A copy of an array on the device; returns when it is there."""
+        from cuda.bindings import driver
+
         array = np.ascontiguousarray(array)
         buffer = self.allocate(array.nbytes)
         if array.nbytes:
-            self._copy(int(buffer.handle), array.ctypes.data, array.nbytes)
+            # On our stream: a copy on another one may still be under way when a kernel starts on this one.
+            _check(driver.cuMemcpyHtoDAsync(buffer.handle, array.ctypes.data, array.nbytes, self.stream.handle))
+            self.sync()
         return buffer
 
     def download(self, buffer: Any, dtype: type[T], shape: Sequence[int]) -> npt.NDArray[T]:
         """A copy of the front of a buffer, once all that is queued is done."""
+        from cuda.bindings import driver
+
         array = np.empty(shape, dtype=dtype)
-        self.sync()
         if array.nbytes:
-            self._copy(array.ctypes.data, int(buffer.handle), array.nbytes)
+            _check(driver.cuMemcpyDtoHAsync(array.ctypes.data, buffer.handle, array.nbytes, self.stream.handle))
+        self.sync()
         return array
 
     def copy(self, source: Any, target: Any, num_bytes: int) -> None:
@@ -126,13 +132,6 @@ class Gpu:
 
     def _front(self, buffer: Any, num_bytes: int) -> Any:
         return self._core.Buffer.from_handle(int(buffer.handle), num_bytes, owner=buffer)
-
-    def _copy(self, target: int, source: int, num_bytes: int) -> None:
-        # Pageable memory, so the driver's plain copy, ordered by waiting before and after.
-        from cuda.bindings import driver
-
-        self.stream.sync()
-        _check(driver.cuMemcpy(target, source, num_bytes))
 
     # ---- code -------------------------------------------------------------------------------------------------------
 
@@ -148,13 +147,17 @@ class Gpu:
             cubin = compile_source(source, self.arch, definitions)
             self._modules[key] = self._core.ObjectCode.from_cubin(cubin.code, name=source)
         handle = self._modules[key].get_kernel(name)
-        if shared_bytes > 48 * 1024:
-            from cuda.bindings import driver
+        from cuda.bindings import driver
 
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        attributes = driver.CUfunction_attribute
+        # The same split of L1 and shared memory for all: a multiprocessor changes it only when it is idle.
+        wanted = [(attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)]
+        if shared_bytes > 48 * 1024:
+            wanted.append((attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes))
+        for attribute, value in wanted:
             _check(
-                driver.cuKernelSetAttribute(attribute, shared_bytes, handle.handle, self._device.device_id),
-                f"{name} needs {shared_bytes} bytes of shared memory per block",
+                driver.cuKernelSetAttribute(attribute, value, handle.handle, self._device.device_id),
+                f"{name} with {shared_bytes} bytes of shared memory per block",
             )
         return Kernel(handle, name, shared_bytes)
 

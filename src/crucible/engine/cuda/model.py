@@ -2,7 +2,7 @@
 
     embed -> [ norm, qkv, RoPE, cache -> attention -> o, residual -> norm, gate, up, SwiGLU -> down, residual ] -> head
 
-Up to `NARROW_ROWS` rows a linear layer is a block per 16 outputs, above that tiles of 128 x 128; which of the two it is
+Up to `NARROW_ROWS` rows a linear layer is a block per 16 outputs, above that tiles of one of `WIDE_SHAPES`; which it is
 changes no bit (kernels/linear.cuh). The shape letters are config.py's; M counts rows.
 """
 
@@ -20,26 +20,55 @@ from crucible.engine.backend import PAGE_SIZE
 from crucible.engine.cuda.batch import Batch
 from crucible.engine.cuda.compile import compile_source
 from crucible.engine.cuda.driver import Gpu, Kernel
-from crucible.engine.cuda.weights import STEP, Matrix, gate_up_order, pack, qkv_order
+from crucible.engine.cuda.weights import STEP, UNIT, Matrix, gate_up_order, pack, qkv_order
 from crucible.engine.quant import CHUNK, Weight, WeightFormat, chunk_size, dense
 from crucible.engine.rope import rope_table
 from crucible.hardware import usable_cores
 
 NARROW_ROWS: Final = 64
-NORMED_ROWS: Final = 16
-"""Up to so many rows the blocks of a linear layer norm their operand themselves."""
 
 WARP: Final = 32
 MAX_WARPS: Final = 16
+HEAD_WARPS: Final = 8
+"""Of a block of the output projection, which has outputs enough for many blocks."""
 ROW_WARPS: Final = 8
-WIDE_TILE: Final = 128
-WIDE_THREADS: Final = 256
-WIDE_SHARED: Final = {"int8": 4 * 24 * 1024, "f16": 4 * 32 * 1024}
+WARPS_PER_SM: Final = 24
+"""Warps of narrow kernels that a multiprocessor surely holds at once: more blocks than these take turns."""
+PAD_ROWS: Final = 128
 ATTEND_ROWS_THREADS: Final = 256
 ATTEND_SPANS_THREADS: Final = 128
 MAX_SHARED: Final = 160 * 1024
 
 i32, f32 = np.int32, np.float32
+
+
+@dataclass(frozen=True, slots=True)
+class WideShape:
+    """A shape of kernels/linear.cu: rows and outputs of a block, and how fast one is compared with the largest."""
+
+    rows: int
+    outputs: int
+    threads: int
+    speed: float
+
+    @property
+    def name(self) -> str:
+        return f"wide_{self.rows}x{self.outputs}"
+
+    def shared_bytes(self, weight_format: WeightFormat) -> int:
+        """Four stages of 64 inputs."""
+        return 4 * (self.rows * 128 + self.outputs * (64 if weight_format == "int8" else 128))
+
+    def grid(self, rows: int, outputs: int) -> tuple[int, int]:
+        return -(-outputs // self.outputs), -(-rows // self.rows)
+
+    def cost(self, rows: int, outputs: int, num_sms: int) -> float:
+        """Time, in no unit."""
+        x, y = self.grid(rows, outputs)
+        return -(-x * y // num_sms) * self.rows * self.outputs / self.speed
+
+
+WIDE_SHAPES: Final = (WideShape(128, 128, 256, 1.0), WideShape(64, 64, 128, 0.97))
 
 
 class Model(Protocol):
@@ -127,14 +156,14 @@ class TensorModel:
         # 0xFF everywhere is NaN in f16: what was never written shows if it is read.
         self.keys = gpu.allocate(config.num_hidden_layers * self._layer_bytes, 0xFF)
         self.values = gpu.allocate(config.num_hidden_layers * self._layer_bytes, 0xFF)
-        rows = -(-max_rows // WIDE_TILE) * WIDE_TILE
+        rows = -(-max_rows // PAD_ROWS) * PAD_ROWS
         heads = config.num_attention_heads * config.head_dim
         self._x = gpu.allocate(max_rows * config.hidden_size * 4)
         self._operand = _operand(gpu, rows, config.hidden_size)
         self._q = gpu.allocate(max_rows * heads * 2)
         self._attended = _operand(gpu, rows, heads)
         self._hidden = _operand(gpu, rows, config.intermediate_size)
-        self.logits_width = self._head.matrix.num_units * 16
+        self.logits_width = self._head.matrix.num_units * UNIT
         self.logits = gpu.allocate(max_logits * self.logits_width * 4)
         gpu.sync()
 
@@ -146,11 +175,15 @@ class TensorModel:
             {"KIND": "QKV", "HEAD_DIM": self.config.head_dim, "CHUNK_STEPS": steps},
             {"KIND": "SWIGLU", "CHUNK_STEPS": steps},
             {"KIND": "RESIDUAL", "CHUNK_STEPS": steps},
-            {"KIND": "LOGITS", "CHUNK_STEPS": steps},
+            {"KIND": "LOGITS", "CHUNK_STEPS": steps, "NARROW_WARPS": HEAD_WARPS},
             {"KIND": "RESIDUAL", "CHUNK_STEPS": self._o_chunk // STEP},
         ]
         attention: dict[str, int | str] = {"HEAD_DIM": self.config.head_dim}
-        return [("rows.cu", {**fmt}), ("attention.cu", attention), *(("linear.cu", {**fmt, **kind}) for kind in kinds)]
+        return [
+            ("rows.cu", {**fmt}),
+            ("attention.cu", attention),
+            *(("linear.cu", {"NARROW_WARPS": MAX_WARPS, **fmt, **kind}) for kind in kinds),
+        ]
 
     def _compile(self) -> dict[str, Any]:
         gpu, sources = self.gpu, self._sources()
@@ -158,18 +191,23 @@ class TensorModel:
             for _ in pool.map(lambda source: compile_source(source[0], gpu.arch, source[1]), sources):
                 pass
         (rows, row_defs), (attention, head), *linears = sources
+        halves = 8 if self.config.group_size <= 8 else 16
         kernels: dict[str, Any] = {
             "embed": gpu.kernel(rows, "embed_rows", row_defs),
             "norm": gpu.kernel(rows, "norm_rows", row_defs),
-            "attend_rows": gpu.kernel(attention, "attend_rows", head, shared_bytes=self._attend_rows_shared()),
+            "attend_rows": gpu.kernel(
+                attention, f"attend_rows_{halves}", head, shared_bytes=self._attend_rows_shared()
+            ),
             "attend_spans": gpu.kernel(
                 attention, "attend_spans", head, shared_bytes=2 * 2 * 64 * self.config.head_dim * 2
             ),
         }
         for name, (source, definitions) in zip(("qkv", "mlp_in", "mlp_out", "head", "o"), linears, strict=True):
-            for shape in ("narrow_1", "narrow_2", "narrow_4", "normed_1", "wide"):
-                shared = WIDE_SHARED[self._format] if shape == "wide" else MAX_SHARED
-                kernels[f"{name} {shape}"] = gpu.kernel(source, shape, definitions, shared_bytes=shared)
+            for narrow in ("narrow_1", "narrow_2", "narrow_4"):
+                kernels[f"{name} {narrow}"] = gpu.kernel(source, narrow, definitions, shared_bytes=MAX_SHARED)
+            for wide in WIDE_SHAPES:
+                shared = wide.shared_bytes(self._format)
+                kernels[f"{name} {wide.name}"] = gpu.kernel(source, wide.name, definitions, shared_bytes=shared)
         return kernels
 
     def _attend_rows_shared(self) -> int:
@@ -222,8 +260,9 @@ class TensorModel:
     def queue(self, batch: Batch, block: int) -> None:
         config, rows = self.config, batch.num_rows
         embedding = self._embedding
-        self._launch_rows(
-            "embed", rows, block + 4 * batch.ids, *embedding.args[:3], i32(embedding.matrix.groups),
+        self._launch(
+            "embed", (-(-rows // ROW_WARPS),), ROW_WARPS * WARP,
+            block + 4 * batch.ids, *embedding.args[:3], i32(embedding.matrix.groups),
             i32(config.hidden_size), i32(rows), self._x,
         )  # fmt: skip
         for index, layer in enumerate(self._layers):
@@ -271,33 +310,25 @@ class TensorModel:
     def _linear(self, name: str, weight: Resident, rows: int, norm: Any, operand: Any, *epilogue: Any) -> None:
         """A linear layer of `operand`, or of the residual stream after a norm, which then is brought to `operand`."""
         matrix = weight.matrix
-        end = (*weight.args, *epilogue, self._saturations, i32(rows))
-        if rows > NARROW_ROWS:
-            if norm is not None:
-                self._norm(self._x, 0, norm, rows)
-            grid = matrix.padded // WIDE_TILE, -(-rows // WIDE_TILE)
-            self._launch(f"{name} wide", grid, WIDE_THREADS, operand, i32(matrix.num_units), *end)
-            return
-        tiles = 1 if rows <= 16 else 2 if rows <= 32 else 4
-        warps = max(tiles, min(MAX_WARPS, matrix.chunks))
-        shared = warps * (tiles * 1024 + 64)
-        if norm is not None and rows <= NORMED_ROWS:
-            width = self.config.hidden_size
-            needed = shared + width * 32 + 64 * -(-width // 32) + 64
-            if needed <= MAX_SHARED:
-                source = self._x, norm, i32(width), f32(self.config.norm_eps)
-                self._launch(f"{name} normed_1", (matrix.num_units,), warps * WARP, *source, *end, shared=needed)
-                return
+        end = (i32(matrix.num_units), *weight.args, *epilogue, self._saturations, i32(rows))
         if norm is not None:
             self._norm(self._x, 0, norm, rows)
-        self._launch(f"{name} narrow_{tiles}", (matrix.num_units,), warps * WARP, operand, *end, shared=shared)
+        if rows > NARROW_ROWS:
+            outputs = matrix.num_units * UNIT
+            shape = min(WIDE_SHAPES, key=lambda shape: shape.cost(rows, outputs, self.gpu.num_sms))
+            self._launch(f"{name} {shape.name}", shape.grid(rows, outputs), shape.threads, operand, *end)
+            return
+        tiles = 1 if rows <= 16 else 2 if rows <= 32 else 4
+        warps = max(tiles, min(HEAD_WARPS if name == "head" else MAX_WARPS, matrix.chunks))
+        shared = 2 * warps * (tiles * 1024 + 64)
+        grid = (min(matrix.num_units, self.gpu.num_sms * max(1, WARPS_PER_SM // warps)),)
+        self._launch(f"{name} narrow_{tiles}", grid, warps * WARP, operand, *end, shared=shared)
 
     def _norm(self, source: Any, index: Any, weight: Any, rows: int) -> None:
-        width, eps = i32(self.config.hidden_size), f32(self.config.norm_eps)
-        self._launch_rows("norm", rows, source, index, weight, width, eps, i32(rows), self._operand, self._saturations)
-
-    def _launch_rows(self, name: str, rows: int, *args: Any) -> None:
-        self._launch(name, (-(-rows // ROW_WARPS),), ROW_WARPS * WARP, *args)
+        width = self.config.hidden_size
+        threads = WARP * min(ROW_WARPS, -(-width // (4 * WARP)))
+        args = source, index, weight, i32(width), f32(self.config.norm_eps), self._operand, self._saturations
+        self._launch("norm", (rows,), threads, *args, shared=4 * (-(-width // 32) + 1))
 
     def _launch(self, name: str, grid: Sequence[int], block: int, *args: Any, shared: int | None = None) -> None:
         kernel: Kernel = self._kernels[name]

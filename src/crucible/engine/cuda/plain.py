@@ -18,8 +18,6 @@ from crucible.engine.rope import rope_table
 THREADS: Final = 128
 ROWS: Final = 4
 """Rows that a thread of a linear layer takes."""
-ROW_WARPS: Final = 8
-
 i32, f32 = np.int32, np.float32
 
 KERNELS: Final = (
@@ -132,9 +130,9 @@ class PlainModel:
         return 0
 
     def _norm(self, source: Any, index: Any, weight: Any, rows: int) -> None:
-        config, grid = self.config, (-(-rows // ROW_WARPS),)
-        sizes = i32(config.hidden_size), f32(config.norm_eps), i32(rows)
-        self._launch("norm_f32", grid, ROW_WARPS * 32, source, index, weight, *sizes, self._normed)
+        width = self.config.hidden_size
+        args = source, index, weight, i32(width), f32(self.config.norm_eps), self._normed
+        self._launch("norm_f32", (rows,), THREADS, *args, shared=4 * (-(-width // 32) + 1))
 
     def _linear(
         self, x: Any, weight: Any, bias: Any, k: int, n: int, chunk: int, rows: int, out: Any, *, add: bool = False
@@ -142,5 +140,5 @@ class PlainModel:
         grid, sizes = (-(-n // THREADS), -(-rows // ROWS)), map(i32, (k, n, chunk, add, rows))
         self._launch("linear_rows_f32", grid, THREADS, x, weight, bias, *sizes, out)
 
-    def _launch(self, name: str, grid: tuple[int, ...], block: int, *args: Any) -> None:
-        self.gpu.launch(self._kernels[name], grid=grid, block=block, args=args)
+    def _launch(self, name: str, grid: tuple[int, ...], block: int, *args: Any, shared: int = 0) -> None:
+        self.gpu.launch(self._kernels[name], grid=grid, block=block, args=args, shared_bytes=shared)

@@ -31,75 +31,67 @@ DEVICE float join(float o, float before, float oc, float now, bool active) {
 
 // One chunk. `limit[h]` is the last position of the chunk that row g + 8 h may read (negative: none), `last` the last
 // one that is written; what lies behind it may be anything. `key(page, step)` and `value(page, unit)` give a lane's 16
-// bytes of pages that have a written position.
-template <int DIM, class Key, class Value>
-DEVICE void attend_chunk(const uint4 (&q)[DIM / 16], const int (&limit)[2], int last, float scale, Key key,
-                         Value value, Attended<DIM>& out) {
+// bytes; of pages without a written position zeros, which change no bit and need no branch. HALVES is 1 where rows 8
+// to 15 are padding; WHOLE where every row may read every position.
+template <int DIM, int HALVES, bool WHOLE, class Key, class Value>
+DEVICE void attend_chunk(const uint4 (&q)[DIM / 16], const int (&limit)[2], int last, float scale, Key key, Value value,
+                         Attended<DIM>& out) {
     constexpr int STEPS = DIM / 16;
     float s[2 * CHUNK_PAGES][4] = {};
+    // Step by step, so that eight chains advance together.
 #pragma unroll
-    for (int page = 0; page < CHUNK_PAGES; page++) {
-        if (page * PAGE > last) continue;
+    for (int step = 0; step < STEPS; step++)
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) {
+        for (int page = 0; page < CHUNK_PAGES; page++) {
             const uint4 k = key(page, step);
             mma(s[2 * page], q[step], k.x, k.y);
             mma(s[2 * page + 1], q[step], k.z, k.w);
         }
-    }
-    float top[2] = {-INFINITY_F, -INFINITY_F};
+    u32 p[2 * CHUNK_PAGES][2] = {};
 #pragma unroll
-    for (int t = 0; t < 2 * CHUNK_PAGES; t++)
+    for (int h = 0; h < HALVES; h++) {
+        float top = -INFINITY_F;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const bool allowed = t * 8 + column() + i % 2 <= limit[i / 2];
-            s[t][i] = allowed ? s[t][i] * scale : -INFINITY_F;
-            top[i / 2] = fmaxf(top[i / 2], s[t][i]);
-        }
+        for (int t = 0; t < 2 * CHUNK_PAGES; t++)
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        top[h] = fmaxf(top[h], __shfl_xor_sync(ALL_LANES, top[h], 1));
-        top[h] = fmaxf(top[h], __shfl_xor_sync(ALL_LANES, top[h], 2));
-        out.m[h] = top[h];
-    }
-    u32 p[2 * CHUNK_PAGES][2];
+            for (int i = 2 * h; i < 2 * h + 2; i++) {
+                const bool allowed = WHOLE || t * 8 + column() + i % 2 <= limit[h];
+                s[t][i] = allowed ? s[t][i] * scale : -INFINITY_F;
+                top = fmaxf(top, s[t][i]);
+            }
+        top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 2));
+        out.m[h] = top;
+        float sum = 0.0f;
 #pragma unroll
-    for (int t = 0; t < 2 * CHUNK_PAGES; t++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
+        for (int t = 0; t < 2 * CHUNK_PAGES; t++) {
             const int n = t * 8 + column();
-            const float p0 = n <= limit[h] ? exp_f32(s[t][2 * h] - top[h]) : 0.0f;
-            const float p1 = n + 1 <= limit[h] ? exp_f32(s[t][2 * h + 1] - top[h]) : 0.0f;
+            const float p0 = WHOLE || n <= limit[h] ? exp_f32(s[t][2 * h] - top) : 0.0f;
+            const float p1 = WHOLE || n + 1 <= limit[h] ? exp_f32(s[t][2 * h + 1] - top) : 0.0f;
             p[t][h] = pack_f16(p0, p1);
             const float pair = low_f16(p[t][h]) + high_f16(p[t][h]);
-            out.l[h] = t == 0 ? pair : out.l[h] + pair;
+            sum = t == 0 ? pair : sum + pair;
         }
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        out.l[h] = out.l[h] + __shfl_xor_sync(ALL_LANES, out.l[h], 1);
-        out.l[h] = out.l[h] + __shfl_xor_sync(ALL_LANES, out.l[h], 2);
+        sum = sum + __shfl_xor_sync(ALL_LANES, sum, 1);
+        out.l[h] = sum + __shfl_xor_sync(ALL_LANES, sum, 2);
     }
 #pragma unroll
     for (int t = 0; t < DIM / 8; t++)
 #pragma unroll
         for (int i = 0; i < 4; i++) out.o[t][i] = 0.0f;
+    const bool is_whole = WHOLE || last >= CHUNK - 1;
 #pragma unroll
     for (int page = 0; page < CHUNK_PAGES; page++) {
-        if (page * PAGE > last) continue;
         const uint4 a = make_uint4(p[2 * page][0], p[2 * page][1], p[2 * page + 1][0], p[2 * page + 1][1]);
+        // Never written: zero, whatever is there.
         const int first = page * PAGE + column();
+        const u32 early = is_whole || first + 1 <= last ? 0xFFFFFFFFu : first <= last ? 0xFFFFu : 0u;
+        const u32 late = is_whole || first + 9 <= last ? 0xFFFFFFFFu : first + 8 <= last ? 0xFFFFu : 0u;
 #pragma unroll
         for (int unit = 0; unit < STEPS; unit++) {
-            uint4 v = value(page, unit);
-            if (page * PAGE + PAGE - 1 > last) {
-                // Never written: zero, whatever is there.
-                if (first > last) v.x = v.z = 0;
-                if (first + 1 > last) v.x &= 0xFFFFu, v.z &= 0xFFFFu;
-                if (first + 8 > last) v.y = v.w = 0;
-                if (first + 9 > last) v.y &= 0xFFFFu, v.w &= 0xFFFFu;
-            }
-            mma(out.o[2 * unit], a, v.x, v.y);
-            mma(out.o[2 * unit + 1], a, v.z, v.w);
+            const uint4 v = value(page, unit);
+            mma(out.o[2 * unit], a, v.x & early, v.y & late);
+            mma(out.o[2 * unit + 1], a, v.z & early, v.w & late);
         }
     }
 }
@@ -159,37 +151,49 @@ struct NarrowShared {
     float4 o[NARROW_WARPS][DIM / 8][WARP];
 };
 
-// Row `row` at `position`, key/value head `kv_head`, query heads 16 `tile`.. of its group. NARROW_WARPS warps.
-template <int DIM>
+// Row `row` at `position`, key/value head `kv_head`, query heads 16 `tile`.. of its group. NARROW_WARPS warps. HALVES is
+// 1 where a group has at most 8 heads.
+template <int DIM, int HALVES>
 DEVICE void attend_narrow(const Heads& heads, int row, int position, const int* table, int kv_head, int tile,
                           char* memory) {
-    constexpr int TILES = DIM / 8, OWN = ceil_div(TILES, NARROW_WARPS);
+    constexpr int TILES = DIM / 8, STEPS = DIM / 16, OWN = ceil_div(TILES, NARROW_WARPS);
     NarrowShared<DIM>& shared = *(NarrowShared<DIM>*)memory;
     const int warp = warp_id(), lane = lane_id(), group = heads.group();
     int rows[2], head[2];
+#pragma unroll
     for (int h = 0; h < 2; h++) {
         const int r = tile * 16 + lane / 4 + 8 * h;
         rows[h] = r < group ? row : -1;
         head[h] = kv_head * group + min(r, group - 1);
     }
-    uint4 q[DIM / 16];
+    uint4 q[STEPS];
     load_q<DIM>(heads, rows, head, q);
     const int num_chunks = position / CHUNK + 1;
-    float m[2], l[2], o[OWN][4];
+    float m[HALVES], l[HALVES], o[OWN][2 * HALVES];
     for (int first = 0; first < num_chunks; first += NARROW_WARPS) {
         const int chunk = first + warp;
         if (chunk < num_chunks) {
             const int last = position - chunk * CHUNK, limit[2] = {last, last};
-            Attended<DIM> part;
             int page[CHUNK_PAGES];
 #pragma unroll
-            for (int i = 0; i < CHUNK_PAGES; i++) page[i] = i * PAGE <= last ? table[chunk * CHUNK_PAGES + i] : 0;
-            attend_chunk<DIM>(
-                q, limit, last, heads.scale,
-                [&](int i, int step) { return page_words<DIM>(heads.keys, heads, page[i], kv_head, step); },
-                [&](int i, int unit) { return page_words<DIM>(heads.values, heads, page[i], kv_head, unit); }, part);
+            for (int i = 0; i < CHUNK_PAGES; i++) page[i] = i * PAGE <= last ? table[chunk * CHUNK_PAGES + i] : -1;
+            // All values are on their way before the first key is used, as far as there are registers.
+            constexpr int EARLY = DIM == 64 ? 4 : HALVES == 2 ? 0 : 2;
+            uint4 values[CHUNK_PAGES][STEPS];
+            auto word = [&](const u16* cache, int i, int step) {
+                return page[i] < 0 ? make_uint4(0, 0, 0, 0) : page_words<DIM>(cache, heads, page[i], kv_head, step);
+            };
 #pragma unroll
-            for (int h = 0; h < 2; h++)
+            for (int i = 0; i < EARLY; i++)
+#pragma unroll
+                for (int unit = 0; unit < STEPS; unit++) values[i][unit] = word(heads.values, i, unit);
+            Attended<DIM> part;
+            attend_chunk<DIM, HALVES, false>(
+                q, limit, last, heads.scale, [&](int i, int step) { return word(heads.keys, i, step); },
+                [&](int i, int unit) { return i < EARLY ? values[i][unit] : word(heads.values, i, unit); },
+                part);
+#pragma unroll
+            for (int h = 0; h < HALVES; h++)
                 if (lane % 4 == 0) {
                     shared.m[warp][lane / 4 + 8 * h] = part.m[h];
                     shared.l[warp][lane / 4 + 8 * h] = part.l[h];
@@ -201,9 +205,9 @@ DEVICE void attend_narrow(const Heads& heads, int row, int position, const int* 
         __syncthreads();
         // Each warp merges its own dims.
         for (int i = 0; i < min(NARROW_WARPS, num_chunks - first); i++) {
-            float before[2], now[2];
+            float before[HALVES], now[HALVES];
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
+            for (int h = 0; h < HALVES; h++) {
                 const float mc = shared.m[i][lane / 4 + 8 * h], lc = shared.l[i][lane / 4 + 8 * h];
                 if (first + i == 0)
                     m[h] = mc, l[h] = lc;
@@ -216,7 +220,7 @@ DEVICE void attend_narrow(const Heads& heads, int row, int position, const int* 
                 const float4 v = shared.o[i][t * NARROW_WARPS + warp][lane];
                 const float oc[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-                for (int e = 0; e < 4; e++)
+                for (int e = 0; e < 2 * HALVES; e++)
                     o[t][e] = first + i == 0 ? oc[e] : join(o[t][e], before[e / 2], oc[e], now[e / 2], true);
             }
         }
@@ -225,7 +229,7 @@ DEVICE void attend_narrow(const Heads& heads, int row, int position, const int* 
 #pragma unroll
     for (int t = 0; t < OWN; t++)
 #pragma unroll
-        for (int h = 0; h < 2; h++)
+        for (int h = 0; h < HALVES; h++)
             if (t * NARROW_WARPS + warp < TILES && rows[h] >= 0)
                 store_out<DIM>(heads, row, head[h], t * NARROW_WARPS + warp, o[t][2 * h], o[t][2 * h + 1], l[h]);
 }
@@ -263,6 +267,7 @@ DEVICE void attend_wide(const Heads& heads, const Span& span, int first, int kv_
     uint4 q[STEPS];
     load_q<DIM>(heads, rows, head, q);
     const int last_of_block = span.start + min((first + WIDE_ROWS - 1) / group, span.length - 1);
+    const int first_of_warp = span.start + (first + warp_id() * 16) / group;
     const int last_of_warp = span.start + min((first + warp_id() * 16 + 15) / group, span.length - 1);
     const bool warp_has_rows = (first + warp_id() * 16) / group < span.length;
     const int written = span.start + span.length - 1;
@@ -293,13 +298,18 @@ DEVICE void attend_wide(const Heads& heads, const Span& span, int first, int kv_
         if (warp_has_rows && chunk * CHUNK <= last_of_warp) {
             const Shared& now = shared[chunk % 2];
             const int limit[2] = {position[0] - chunk * CHUNK, position[1] - chunk * CHUNK};
+            // Pages that were not copied hold what was there: keys are masked, values zeroed.
             auto key = [&](int i, int step) { return now.keys[i][step][lane]; };
             auto value = [&](int i, int unit) { return now.values[i][unit][lane]; };
+            const bool whole = chunk * CHUNK + CHUNK - 1 <= first_of_warp;
             if (chunk == 0) {
-                attend_chunk<DIM>(q, limit, written, heads.scale, key, value, sum);
+                attend_chunk<DIM, 2, false>(q, limit, written, heads.scale, key, value, sum);
             } else {
                 Attended<DIM> part;
-                attend_chunk<DIM>(q, limit, written - chunk * CHUNK, heads.scale, key, value, part);
+                if (whole)
+                    attend_chunk<DIM, 2, true>(q, limit, written - chunk * CHUNK, heads.scale, key, value, part);
+                else
+                    attend_chunk<DIM, 2, false>(q, limit, written - chunk * CHUNK, heads.scale, key, value, part);
                 float before[2], after[2];
 #pragma unroll
                 for (int h = 0; h < 2; h++)

@@ -2,7 +2,7 @@
 // lane of mma.sync holds C. The order of outputs within a matrix is chosen (engine/cuda/weights.py) so that what belongs
 // together meets in one lane: gate and up of one element, and both elements of a pair that RoPE turns.
 //
-// `begin` loads what the lane's rows need; `finish` takes a unit. Rows from `num_rows` on are padding.
+// `begin` loads what a unit needs besides, early; `finish` takes the unit. Rows from `num_rows` on are padding.
 #pragma once
 #include "functions.cuh"
 #include "layout.cuh"
@@ -21,23 +21,26 @@ struct Residual {
     int width;
     const float* bias;  // [width] or null
     int num_rows;
+    float2 old[2][2], b[2];
 
-    DEVICE void begin(int) {}
-    DEVICE void finish(int tile, int unit, const float (&y)[2][4]) {
+    DEVICE float2* at(int row, int unit, int t) { return (float2*)(x + (size_t)row * width + unit * 16 + t * 8 + column()); }
+    DEVICE void begin(int tile, int unit) {
         RowPair rows(tile);
         for (int t = 0; t < 2; t++) {
-            int n = unit * 16 + t * 8 + column();
-            float b0 = 0.0f, b1 = 0.0f;
-            if (bias) b0 = bias[n], b1 = bias[n + 1];
+            if (bias) b[t] = *(const float2*)(bias + unit * 16 + t * 8 + column());
+            for (int h = 0; h < 2; h++)
+                if (rows.row[h] < num_rows) old[t][h] = *at(rows.row[h], unit, t);
+        }
+    }
+    DEVICE void finish(int tile, int unit, const float (&y)[2][4]) {
+        RowPair rows(tile);
+        for (int t = 0; t < 2; t++)
             for (int h = 0; h < 2; h++) {
                 if (rows.row[h] >= num_rows) continue;
-                float2* at = (float2*)(x + (size_t)rows.row[h] * width + n);
-                float2 old = *at;
                 float y0 = y[t][2 * h], y1 = y[t][2 * h + 1];
-                if (bias) y0 = y0 + b0, y1 = y1 + b1;
-                *at = make_float2(old.x + y0, old.y + y1);
+                if (bias) y0 = y0 + b[t].x, y1 = y1 + b[t].y;
+                *at(rows.row[h], unit, t) = make_float2(old[t][h].x + y0, old[t][h].y + y1);
             }
-        }
     }
 };
 
@@ -48,7 +51,7 @@ struct SwiGlu {
     u32* saturations;
     int num_rows;
 
-    DEVICE void begin(int) {}
+    DEVICE void begin(int, int) {}
     DEVICE void finish(int tile, int unit, const float (&y)[2][4]) {
         RowPair rows(tile);
         for (int h = 0; h < 2; h++) {
@@ -66,7 +69,7 @@ struct Logits {
     int width;
     int num_rows;
 
-    DEVICE void begin(int) {}
+    DEVICE void begin(int, int) {}
     DEVICE void finish(int tile, int unit, const float (&y)[2][4]) {
         RowPair rows(tile);
         for (int t = 0; t < 2; t++)
@@ -98,38 +101,38 @@ struct QkvOut {
     int num_heads, num_kv_heads;
     u32* saturations;
     int num_rows;
-    int position[2];
-    int page[2];
+    int position[2], page[2];
+    float2 c[2], s[2], b[2];
 
     static constexpr int UNITS = DIM / 16;
 
-    DEVICE void begin(int tile) {
+    DEVICE bool turns(int unit) const { return unit / UNITS < num_heads + num_kv_heads; }
+
+    DEVICE void begin(int tile, int unit) {
         RowPair pair(tile);
         for (int h = 0; h < 2; h++) {
             position[h] = 0, page[h] = 0;
             if (pair.row[h] >= num_rows) continue;
             position[h] = rows.position[pair.row[h]];
             page[h] = rows.pages[rows.table[pair.row[h]] + position[h] / 16];
+            // Tile 0 holds dims 8 part.., tile 1 the same of the head's second half.
+            const size_t at = (size_t)position[h] * (DIM / 2) + unit % UNITS * 8 + column();
+            if (turns(unit)) c[h] = *(const float2*)(cos + at), s[h] = *(const float2*)(sin + at);
         }
+        if (bias)
+            for (int t = 0; t < 2; t++) b[t] = *(const float2*)(bias + unit * 16 + t * 8 + column());
     }
 
     DEVICE void finish(int tile, int unit, const float (&y)[2][4]) {
         RowPair pair(tile);
-        int head = unit / UNITS, part = unit % UNITS;
-        float b[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        if (bias)
-            for (int i = 0; i < 4; i++) b[i] = bias[unit * 16 + i / 2 * 8 + column() + i % 2];
+        const int head = unit / UNITS, part = unit % UNITS;
         for (int h = 0; h < 2; h++) {
             if (pair.row[h] >= num_rows) continue;
             float v[4] = {y[0][2 * h], y[0][2 * h + 1], y[1][2 * h], y[1][2 * h + 1]};
-            if (bias)
-                for (int i = 0; i < 4; i++) v[i] = v[i] + b[i];
-            if (head < num_heads + num_kv_heads) {
-                // Tile 0 holds dims 8 part.., tile 1 the same of the head's second half.
-                const size_t at = (size_t)position[h] * (DIM / 2) + part * 8 + column();
-                float2 c = *(const float2*)(cos + at), s = *(const float2*)(sin + at);
-                rotate(v[0], v[2], c.x, s.x);
-                rotate(v[1], v[3], c.y, s.y);
+            if (bias) v[0] = v[0] + b[0].x, v[1] = v[1] + b[0].y, v[2] = v[2] + b[1].x, v[3] = v[3] + b[1].y;
+            if (turns(unit)) {
+                rotate(v[0], v[2], c[h].x, s[h].x);
+                rotate(v[1], v[3], c[h].y, s[h].y);
             }
             for (int i = 0; i < 4; i++) v[i] = saturate(v[i], saturations);
             if (head < num_heads)

@@ -3,7 +3,7 @@
 #include "kernel.cuh"
 #include "rows.cuh"
 
-constexpr int WARPS = 8, THREADS = 128;
+constexpr int THREADS = 128;
 
 KERNEL embed_f32(const int* ids, const float* weight, int row_stride, int column_stride, int width, float* x) {
     const int row = blockIdx.x;
@@ -11,13 +11,11 @@ KERNEL embed_f32(const int* ids, const float* weight, int row_stride, int column
         x[(size_t)row * width + k] = weight[(size_t)ids[row] * row_stride + (size_t)k * column_stride];
 }
 
-KERNEL __launch_bounds__(WARPS* WARP) norm_f32(const float* x, const int* index, const float* weight, int width, float eps,
-                                               int num_rows, float* out) {
-    const int row = blockIdx.x * WARPS + warp_id();
-    if (row >= num_rows) return;
-    const float* from = x + (size_t)(index ? index[row] : row) * width;
-    const float rstd = row_rstd(from, width, eps);
-    for (int k = lane_id(); k < width; k += WARP) out[(size_t)row * width + k] = normed(from[k], rstd, weight[k]);
+// A block per row; width / 32 + 1 floats of shared memory.
+KERNEL norm_f32(const float* x, const int* index, const float* weight, int width, float eps, float* out) {
+    const int row = blockIdx.x;
+    norm_row(x + (size_t)(index ? index[row] : row) * width, weight, width, eps, (float*)shared_memory,
+             [&](int k, const float4& v) { *(float4*)(out + (size_t)row * width + k) = v; });
 }
 
 // out = x W^T + bias, or out = out + (x W^T + bias). Grid [N / THREADS, M / F32_ROWS].

@@ -17,9 +17,8 @@ DEVICE float exp_f32(float x) {
     q = __fmaf_rn(q, r, 1.66666666666666666667e-1f);     // 1/3!
     q = __fmaf_rn(q, r, 0.5f);                           // 1/2!
     float y = __fmaf_rn(q, r * r, r) + 1.0f;
-    // 2^n by its bits: n + 127 is from 1 to 254 wherever the result is used.
-    float scale = __int_as_float(((int)n + 127) << 23);
-    y = y * scale;
+    // 2^n by its bits, n + 127 from 1 to 254 wherever the result is used. The last bits of `shifted` are those of n.
+    y = y * __int_as_float((__float_as_int(shifted) + 127) << 23);
     if (x < -87.33f) y = 0.0f;
     if (x > 88.02f) y = INFINITY_F;
     return y;
@@ -27,11 +26,17 @@ DEVICE float exp_f32(float x) {
 
 DEVICE float silu_f32(float z) { return __fdiv_rn(z, 1.0f + exp_f32(0.0f - z)); }
 
-// The sum of 32 squares, one per lane, in every lane: an xor butterfly of distances 16, 8, 4, 2, 1.
-DEVICE float sum_granule(float x) {
-    float s = x * x;
-    for (int distance = 16; distance > 0; distance /= 2) s = s + __shfl_xor_sync(ALL_LANES, s, distance);
-    return s;
+// Sums of 32 consecutive squares by an xor butterfly of distances 16, 8, 4, 2, 1. A lane holds 4 numbers in a row, so
+// that 8 lanes are a granule and a warp has four; distances 16, 8 and 4 are between lanes, 2 and 1 within one.
+constexpr int GRANULE = 32, GRANULE_LANES = 8, WARP_NUMBERS = 128;
+
+DEVICE float sum_granules(const float4& x) {
+    float s[4] = {x.x * x.x, x.y * x.y, x.z * x.z, x.w * x.w};
+#pragma unroll
+    for (int distance = GRANULE_LANES / 2; distance > 0; distance /= 2)
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[i] = s[i] + __shfl_xor_sync(ALL_LANES, s[i], distance);
+    return (s[0] + s[2]) + (s[1] + s[3]);
 }
 
 // 1 / sqrt(ss / D + eps), ss the granules' sums added in ascending order.
@@ -42,6 +47,11 @@ DEVICE float rstd_of(const float* granules, int num_granules, int d, float eps) 
 }
 
 DEVICE float normed(float x, float rstd, float weight) { return (x * rstd) * weight; }
+
+// Four numbers of a row from k on; zero past its end. Widths are multiples of 16.
+DEVICE float4 load_numbers(const float* row, int k, int width) {
+    return k < width ? *(const float4*)(row + k) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+}
 
 // (a, b) turned by an angle, each product rounded.
 DEVICE void rotate(float& a, float& b, float cos, float sin) {

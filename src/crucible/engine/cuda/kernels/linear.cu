@@ -1,9 +1,8 @@
 // A linear layer in all its shapes. Definitions: WEIGHTS, the format (Int8 or F16); CHUNK_STEPS, 16-k steps per chunk;
-// KIND, what becomes of the results (QKV, RESIDUAL, SWIGLU or LOGITS); HEAD_DIM for QKV.
+// NARROW_WARPS, the most that a narrow block has; KIND, what becomes of the results (QKV, RESIDUAL, SWIGLU or LOGITS); HEAD_DIM for QKV.
 //
 //   narrow_1, _2, _4   a unit of 16 outputs per block, for up to 16, 32, 64 rows
-//   normed_1           the same for up to 16 rows of the residual stream, which it norms
-//   wide               tiles of 128 x 128
+//   wide_128x128, ...  tiles of so many rows and outputs
 #include "kernel.cuh"
 #include "linear.cuh"
 
@@ -35,29 +34,39 @@
 #define ARGS PASTE(KIND, _ARGS)
 #define VALUE PASTE(KIND, _VALUE)
 
-template <int TILES, class Operand, class Epilogue>
-DEVICE void narrow(const Matrix& w, const Operand& operand, const Epilogue& epilogue) {
+// Many warps share a unit's chunks where units are few; with fewer, more blocks fit a multiprocessor.
+#define NARROW_KERNEL(BLOCKS) KERNEL __launch_bounds__(NARROW_WARPS* WARP, NARROW_WARPS > 8 ? 1 : BLOCKS)
+#define WIDE_KERNEL(SHAPE) KERNEL __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS_PER_SM)
+
+template <int TILES, class Epilogue>
+DEVICE void narrow(const Matrix& w, const u16* a, int num_rows, int num_units, const Epilogue& epilogue) {
     let_next_start();
-    linear_narrow<WEIGHTS, CHUNK_STEPS, TILES>(w, blockIdx.x, operand, epilogue, shared_memory);
+    linear_narrow<WEIGHTS, CHUNK_STEPS, TILES>(w, a, num_rows, num_units, epilogue, shared_memory);
 }
 
-constexpr int NARROW_THREADS = 512;
+NARROW_KERNEL(3) narrow_1(const u16* a, int num_units, MATRIX_ARGS, ARGS) {
+    narrow<1>(MATRIX_VALUE, a, num_rows, num_units, VALUE);
+}
+NARROW_KERNEL(3) narrow_2(const u16* a, int num_units, MATRIX_ARGS, ARGS) {
+    narrow<2>(MATRIX_VALUE, a, num_rows, num_units, VALUE);
+}
+NARROW_KERNEL(2) narrow_4(const u16* a, int num_units, MATRIX_ARGS, ARGS) {
+    narrow<4>(MATRIX_VALUE, a, num_rows, num_units, VALUE);
+}
 
-KERNEL __launch_bounds__(NARROW_THREADS, 1) narrow_1(const u16* a, MATRIX_ARGS, ARGS) {
-    narrow<1>(MATRIX_VALUE, Halves{a, num_rows}, VALUE);
-}
-KERNEL __launch_bounds__(NARROW_THREADS, 1) narrow_2(const u16* a, MATRIX_ARGS, ARGS) {
-    narrow<2>(MATRIX_VALUE, Halves{a, num_rows}, VALUE);
-}
-KERNEL __launch_bounds__(NARROW_THREADS, 1) narrow_4(const u16* a, MATRIX_ARGS, ARGS) {
-    narrow<4>(MATRIX_VALUE, Halves{a, num_rows}, VALUE);
-}
-KERNEL __launch_bounds__(NARROW_THREADS, 1)
-    normed_1(const float* from, const float* norm, int norm_width, float eps, MATRIX_ARGS, ARGS) {
-    narrow<1>(MATRIX_VALUE, Normed{from, norm, norm_width, eps, saturations, num_rows, nullptr}, VALUE);
-}
-KERNEL __launch_bounds__(WIDE_THREADS, 1) wide(const u16* a, int num_units, MATRIX_ARGS, ARGS) {
+using Shape128x128 = Shape<2, 4, 4, 4>;
+using Shape64x64 = Shape<2, 2, 2, 4>;
+
+template <class Shape, class Epilogue>
+DEVICE void wide(const Matrix& w, const u16* a, int num_units, const Epilogue& epilogue) {
     let_next_start();
     wait_for_previous();
-    linear_wide<WEIGHTS, CHUNK_STEPS>(MATRIX_VALUE, a, blockIdx.y, blockIdx.x, num_units, VALUE, shared_memory);
+    linear_wide<WEIGHTS, CHUNK_STEPS, Shape>(w, a, blockIdx.y, blockIdx.x, num_units, epilogue, shared_memory);
+}
+
+WIDE_KERNEL(Shape128x128) wide_128x128(const u16* a, int num_units, MATRIX_ARGS, ARGS) {
+    wide<Shape128x128>(MATRIX_VALUE, a, num_units, VALUE);
+}
+WIDE_KERNEL(Shape64x64) wide_64x64(const u16* a, int num_units, MATRIX_ARGS, ARGS) {
+    wide<Shape64x64>(MATRIX_VALUE, a, num_units, VALUE);
 }

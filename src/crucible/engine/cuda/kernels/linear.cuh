@@ -2,7 +2,7 @@
 // results, the same chains: per chunk of k from zero, chunks joined by y = c0 s0, then y = fma(c, s, y), ascending.
 //
 //   linear_narrow   up to 64 rows: a block takes one unit of outputs, each warp a chunk of k. Bound by memory.
-//   linear_wide     tiles of 128 x 128, operands through shared memory. Bound by arithmetic.
+//   linear_wide     tiles of up to 128 x 128, operands through shared memory. Bound by arithmetic.
 #pragma once
 #include "epilogue.cuh"
 
@@ -33,89 +33,25 @@ DEVICE float2 scales_of(const Matrix& w, int chunk, int n) {
 
 DEVICE float joined(float c, float scale, float y, bool first) { return first ? c * scale : __fmaf_rn(c, scale, y); }
 
-// ---- operands of linear_narrow ------------------------------------------------------------------------------------
-
-// Rows that are f16 already, in A order in global memory.
-struct Halves {
-    const u16* a;
-    int num_rows;
-    DEVICE void prepare(char*) {}
-    DEVICE uint4 fragment(const Matrix& w, int tile, int step) const {
-        if (tile * 16 + lane_id() / 4 >= num_rows) return make_uint4(0, 0, 0, 0);
-        return ((const uint4*)a)[((size_t)tile * w.steps + step) * WARP + lane_id()];
-    }
-};
-
-// Rows of the residual stream, at most 16: normed here, in every block, into shared memory.
-struct Normed {
-    const float* x;       // [M, width], width a multiple of 16
-    const float* weight;  // [width]
-    int width;
-    float eps;
-    u32* saturations;
-    int num_rows;
-    const uint4* a;
-
-    // Bytes of shared memory: the operand, the granules' sums, rstd of 16 rows.
-    static DEVICE int num_granules(int width) { return ceil_div(width, 32); }
-
-    DEVICE void prepare(char* shared) {
-        const int granules = num_granules(width), warps = blockDim.x / WARP;
-        u16* operand = (u16*)shared;
-        float* sums = (float*)(shared + (size_t)width / 16 * 512);
-        float* rstd = sums + 16 * granules;
-        const int total = num_rows * granules;
-        for (int first = warp_id(); first < total; first += 4 * warps) {
-            float v[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                int index = first + i * warps, row = index / granules, k = index % granules * 32 + lane_id();
-                v[i] = index < total && k < width ? x[(size_t)row * width + k] : 0.0f;
-            }
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float sum = sum_granule(v[i]);
-                if (lane_id() == 0 && first + i * warps < total) sums[first + i * warps] = sum;
-            }
-        }
-        __syncthreads();
-        for (int row = threadIdx.x; row < num_rows; row += blockDim.x)
-            rstd[row] = rstd_of(sums + row * granules, granules, width, eps);
-        __syncthreads();
-        const int pairs = width / 2;
-        for (int index = threadIdx.x; index < num_rows * pairs; index += blockDim.x) {
-            int row = index / pairs, k = index % pairs * 2;
-            float2 v = *(const float2*)(x + (size_t)row * width + k);
-            float2 g = *(const float2*)(weight + k);
-            float a0 = saturate(normed(v.x, rstd[row], g.x), saturations);
-            float a1 = saturate(normed(v.y, rstd[row], g.y), saturations);
-            *(u32*)(operand + a_index(row, k, width / 16)) = pack_f16(a0, a1);
-        }
-        __syncthreads();
-        a = (const uint4*)operand;
-    }
-    DEVICE uint4 fragment(const Matrix&, int, int step) const {
-        if (lane_id() / 4 >= num_rows) return make_uint4(0, 0, 0, 0);
-        return a[step * WARP + lane_id()];
-    }
-};
-
 // ---- up to 64 rows ------------------------------------------------------------------------------------------------
 
-// One unit of outputs for TILES tiles of 16 rows. Shared memory: for each warp 1 KB per tile and 64 bytes of scales;
-// behind them, `operand_shared`, what the operand needs.
-template <class Format, int CUT_STEPS, int TILES, class Operand, class Epilogue>
-DEVICE void linear_narrow(const Matrix& w, int unit, Operand operand, Epilogue epilogue, char* shared) {
+// Units blockIdx.x, + gridDim.x, ... of outputs for TILES tiles of 16 rows, the operand in A order. The next weights are
+// on their way while the chunks of this unit are joined. Shared memory: for each warp twice 1 KB per tile and 64 bytes.
+template <class Format, int CUT_STEPS, int TILES, class Epilogue>
+DEVICE void linear_narrow(const Matrix& w, const u16* operand, int num_rows, int num_units, Epilogue epilogue,
+                          char* shared) {
     using Cut = Chunking<Format, CUT_STEPS>;
     const int warps = blockDim.x / WARP, warp = warp_id(), lane = lane_id();
+    constexpr int AHEAD = TILES == 1 ? 4 : 8 / TILES;  // steps whose operands are under way at once
     const int row_groups = Cut::row_groups(w);
-    float4* partials = (float4*)shared;                        // [warps][TILES][2][32]
-    float4* scales = partials + warps * TILES * 2 * WARP;      // [warps][4]
-    uint4 words[2][Cut::GROUPS];
+    const int partials_size = warps * TILES * 2 * WARP;
+    float4* const partials = (float4*)shared;                // [2][warps][TILES][2][32]
+    float4* const scales = partials + 2 * partials_size;     // [2][warps][4]
+    uint4 words[2][Cut::GROUPS] = {};
     float4 scale;
 
-    auto load = [&](int chunk) {
-        if (chunk >= w.chunks) return;
+    auto load = [&](int unit, int chunk) {
+        if (unit >= num_units || chunk >= w.chunks) return;
 #pragma unroll
         for (int t = 0; t < 2; t++)
 #pragma unroll
@@ -129,103 +65,131 @@ DEVICE void linear_narrow(const Matrix& w, int unit, Operand operand, Epilogue e
         scale = make_float4(s0.x, s0.y, s1.x, s1.y);
     };
 
-    load(warp);
+    int unit = blockIdx.x, first = 0, parity = 0;
+    load(unit, warp);
     wait_for_previous();
-    if (warp < TILES) epilogue.begin(warp);
-    operand.prepare((char*)(scales + warps * 4));
     float y[2][4];
-    for (int first = 0; first < w.chunks; first += warps) {
+    while (unit < num_units) {
         const int chunk = first + warp;
-        if (first > 0) load(chunk);
+        if (first == 0 && warp < TILES) epilogue.begin(warp, unit);
         if (chunk < w.chunks) {
+            // Steps past the end of the last chunk multiply zeros, which changes no bit and needs no branch.
             float c[TILES][2][4] = {};
-            const int steps = Cut::steps_of(w, chunk);
+            uint4 a[AHEAD][TILES];
+            auto fetch = [&](int i) {
+                const int step = chunk * CUT_STEPS + i;
+#pragma unroll
+                for (int tile = 0; tile < TILES; tile++) {
+                    const bool exists = tile * 16 + lane / 4 < num_rows && step < w.steps;
+                    const uint4* at = (const uint4*)operand + ((size_t)tile * w.steps + step) * WARP + lane;
+                    a[i % AHEAD][tile] = exists ? *at : make_uint4(0, 0, 0, 0);
+                }
+            };
+#pragma unroll
+            for (int step = 0; step < AHEAD && step < CUT_STEPS; step++) fetch(step);
 #pragma unroll
             for (int step = 0; step < CUT_STEPS; step++) {
-                if (step >= steps) continue;
                 u32 b[2][2];
 #pragma unroll
                 for (int t = 0; t < 2; t++)
                     Format::fragment(words[t][step / Format::GROUP], step % Format::GROUP, b[t][0], b[t][1]);
 #pragma unroll
                 for (int tile = 0; tile < TILES; tile++) {
-                    uint4 a = operand.fragment(w, tile, chunk * CUT_STEPS + step);
-                    mma(c[tile][0], a, b[0][0], b[0][1]);
-                    mma(c[tile][1], a, b[1][0], b[1][1]);
+                    mma(c[tile][0], a[step % AHEAD][tile], b[0][0], b[0][1]);
+                    mma(c[tile][1], a[step % AHEAD][tile], b[1][0], b[1][1]);
                 }
+                if (step + AHEAD < CUT_STEPS) fetch(step + AHEAD);
             }
+            float4* to = partials + parity * partials_size + warp * TILES * 2 * WARP + lane;
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
                 for (int h = 0; h < 2; h++)
-                    partials[((warp * TILES + tile) * 2 + h) * WARP + lane] =
+                    to[(tile * 2 + h) * WARP] =
                         make_float4(c[tile][0][2 * h], c[tile][0][2 * h + 1], c[tile][1][2 * h], c[tile][1][2 * h + 1]);
-            if (lane < 4) scales[warp * 4 + lane] = scale;
+            if (lane < 4) scales[(parity * warps + warp) * 4 + lane] = scale;
         }
+        const bool complete = first + warps >= w.chunks;
+        const int next_unit = complete ? unit + gridDim.x : unit, next_first = complete ? 0 : first + warps;
+        load(next_unit, next_first + warp);
+        // One barrier is enough: who joins is done before it comes to the next one, and two sets of partials take turns.
         __syncthreads();
         if (warp < TILES) {
             const int count = min(warps, w.chunks - first);
+            const float4* from = partials + parity * partials_size + warp * 2 * WARP + lane;
+#pragma unroll 4
             for (int i = 0; i < count; i++) {
-                const float4 s = scales[i * 4 + lane % 4];
+                const float4 s = scales[(parity * warps + i) * 4 + lane % 4];
                 const bool start = first + i == 0;
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const float4 c = partials[((i * TILES + warp) * 2 + h) * WARP + lane];
+                    const float4 c = from[(i * TILES * 2 + h) * WARP];
                     y[0][2 * h] = joined(c.x, s.x, y[0][2 * h], start);
                     y[0][2 * h + 1] = joined(c.y, s.y, y[0][2 * h + 1], start);
                     y[1][2 * h] = joined(c.z, s.z, y[1][2 * h], start);
                     y[1][2 * h + 1] = joined(c.w, s.w, y[1][2 * h + 1], start);
                 }
             }
+            if (complete) epilogue.finish(warp, unit, y);
         }
-        if (first + warps < w.chunks) __syncthreads();
+        unit = next_unit, first = next_first, parity ^= 1;
     }
-    if (warp < TILES) epilogue.finish(warp, unit, y);
 }
 
 // ---- many rows ----------------------------------------------------------------------------------------------------
 
-constexpr int WIDE_M = 128, WIDE_N = 128, WIDE_STEPS = 4, WIDE_STAGES = 4, WIDE_THREADS = 256;
+constexpr int WIDE_STEPS = 4, WIDE_STAGES = 4;
 
-template <class Format>
-struct WideStage {
-    uint4 a[WIDE_M / 16][WIDE_STEPS][WARP];
-    uint4 b[WIDE_N / 8][WIDE_STEPS / Format::GROUP][WARP];
+// WARPS_M x WARPS_N warps, each M_TILES tiles of 16 rows by N_TILES tiles of 8 outputs.
+template <int WARPS_M_, int WARPS_N_, int M_TILES_, int N_TILES_>
+struct Shape {
+    static constexpr int WARPS_M = WARPS_M_, WARPS_N = WARPS_N_, M_TILES = M_TILES_, N_TILES = N_TILES_;
+    static constexpr int BLOCK_M = WARPS_M * M_TILES, BLOCK_N = WARPS_N * N_TILES;  // in tiles
+    static constexpr int THREADS = WARPS_M * WARPS_N * WARP;
+    static constexpr int BLOCKS_PER_SM = M_TILES * N_TILES > 8 ? 256 / THREADS : 384 / THREADS;  // by registers
 };
 
-// The tile of 128 rows from `tile_m` * 128 and 128 outputs from `tile_n` * 128. 8 warps, each 64 x 32.
-template <class Format, int CUT_STEPS, class Epilogue>
-DEVICE void linear_wide(const Matrix& w, const u16* a, int tile_m, int tile_n, int num_units, Epilogue epilogue,
+template <class Format, class Shape>
+struct WideStage {
+    uint4 a[Shape::BLOCK_M][WIDE_STEPS][WARP];
+    uint4 b[Shape::BLOCK_N][WIDE_STEPS / Format::GROUP][WARP];
+};
+
+// Block (block_m, block_n) of the results.
+template <class Format, int CUT_STEPS, class Shape, class Epilogue>
+DEVICE void linear_wide(const Matrix& w, const u16* a, int block_m, int block_n, int num_units, Epilogue epilogue,
                         char* shared) {
     using Cut = Chunking<Format, CUT_STEPS>;
-    using Stage = WideStage<Format>;
+    using Stage = WideStage<Format, Shape>;
     constexpr int PARTS = Cut::SLOTS / WIDE_STEPS, B_GROUPS = WIDE_STEPS / Format::GROUP;
+    constexpr int A_PIECES = Shape::BLOCK_M * WIDE_STEPS * WARP, B_PIECES = Shape::BLOCK_N * B_GROUPS * WARP;
+    constexpr int M_TILES = Shape::M_TILES, N_TILES = Shape::N_TILES;
+    static_assert(A_PIECES % Shape::THREADS == 0, "each thread copies as much");
     Stage* stages = (Stage*)shared;
-    const int lane = lane_id(), warp_m = warp_id() / 4, warp_n = warp_id() % 4;
-    const int row_groups = Cut::row_groups(w);
+    const int lane = lane_id(), warp_m = warp_id() / Shape::WARPS_N, warp_n = warp_id() % Shape::WARPS_N;
+    const int row_groups = Cut::row_groups(w), last_row = w.n / 8 - 1;
     const int iterations = (w.chunks - 1) * PARTS + ceil_div(w.last_steps, WIDE_STEPS);
 
     auto copy = [&](int iteration) {
         Stage& stage = stages[iteration % WIDE_STAGES];
         const int step = iteration / PARTS * CUT_STEPS + iteration % PARTS * WIDE_STEPS;
-        // Steps past a chunk's end are copied and not used.
+        // Steps past a chunk's end and outputs past the last are copied and not used.
 #pragma unroll
-        for (int i = 0; i < WIDE_M / 16 * WIDE_STEPS * WARP / WIDE_THREADS; i++) {
-            const int piece = i * WIDE_THREADS + threadIdx.x, row = piece / (WIDE_STEPS * WARP);
-            const size_t tile = (size_t)(tile_m * (WIDE_M / 16) + row) * w.steps + step;
+        for (int i = 0; i < A_PIECES / Shape::THREADS; i++) {
+            const int piece = i * Shape::THREADS + threadIdx.x, row = piece / (WIDE_STEPS * WARP);
+            const size_t tile = (size_t)(block_m * Shape::BLOCK_M + row) * w.steps + step;
             copy_async(&stage.a[0][0][0] + piece, (const uint4*)a + tile * WARP + piece % (WIDE_STEPS * WARP));
         }
 #pragma unroll
-        for (int i = 0; i < WIDE_N / 8 * B_GROUPS * WARP / WIDE_THREADS; i++) {
-            const int piece = i * WIDE_THREADS + threadIdx.x, row = piece / (B_GROUPS * WARP);
-            const size_t group = (size_t)(tile_n * (WIDE_N / 8) + row) * row_groups + (size_t)iteration * B_GROUPS;
+        for (int i = 0; i < ceil_div(B_PIECES, Shape::THREADS); i++) {
+            const int piece = i * Shape::THREADS + threadIdx.x, row = piece / (B_GROUPS * WARP);
+            if (piece >= B_PIECES) continue;
+            const size_t group = (size_t)min(block_n * Shape::BLOCK_N + row, last_row) * row_groups + iteration * B_GROUPS;
             copy_async(&stage.b[0][0][0] + piece, (const uint4*)w.weights + group * WARP + piece % (B_GROUPS * WARP));
         }
     };
 
-    float y[4][4][4], c[4][4][4];
-#pragma unroll
-    for (int i = 0; i < 64; i++) (&c[0][0][0])[i] = 0.0f;
+    float y[M_TILES][N_TILES][4], c[M_TILES][N_TILES][4] = {};
 #pragma unroll
     for (int i = 0; i < WIDE_STAGES - 1; i++) {
         if (i < iterations) copy(i);
@@ -239,32 +203,40 @@ DEVICE void linear_wide(const Matrix& w, const u16* a, int tile_m, int tile_n, i
         const Stage& stage = stages[iteration % WIDE_STAGES];
         const int chunk = iteration / PARTS, part = iteration % PARTS;
         const int steps = Cut::steps_of(w, chunk) - part * WIDE_STEPS;
-        uint4 words[4][B_GROUPS];
+        uint4 words[N_TILES][B_GROUPS];
 #pragma unroll
-        for (int t = 0; t < 4; t++)
+        for (int t = 0; t < N_TILES; t++)
 #pragma unroll
-            for (int i = 0; i < B_GROUPS; i++) words[t][i] = stage.b[warp_n * 4 + t][i][lane];
+            for (int i = 0; i < B_GROUPS; i++) words[t][i] = stage.b[warp_n * N_TILES + t][i][lane];
+        auto multiply = [&](int step) {
+            uint4 rows[M_TILES];
 #pragma unroll
-        for (int step = 0; step < WIDE_STEPS; step++) {
-            if (step >= steps) continue;
-            uint4 rows[4];
+            for (int m = 0; m < M_TILES; m++) rows[m] = stage.a[warp_m * M_TILES + m][step][lane];
 #pragma unroll
-            for (int m = 0; m < 4; m++) rows[m] = stage.a[warp_m * 4 + m][step][lane];
-#pragma unroll
-            for (int t = 0; t < 4; t++) {
+            for (int t = 0; t < N_TILES; t++) {
                 u32 b0, b1;
                 Format::fragment(words[t][step / Format::GROUP], step % Format::GROUP, b0, b1);
 #pragma unroll
-                for (int m = 0; m < 4; m++) mma(c[m][t], rows[m], b0, b1);
+                for (int m = 0; m < M_TILES; m++) mma(c[m][t], rows[m], b0, b1);
             }
+        };
+        if (steps >= WIDE_STEPS) {
+            // No branch between steps, so that the next operands are fetched while these are multiplied.
+#pragma unroll
+            for (int step = 0; step < WIDE_STEPS; step++) multiply(step);
+        } else {
+#pragma unroll
+            for (int step = 0; step < WIDE_STEPS - 1; step++)
+                if (step < steps) multiply(step);
         }
         if (steps > WIDE_STEPS) continue;
         // The chunk is complete.
 #pragma unroll
-        for (int t = 0; t < 4; t++) {
-            const float2 s = scales_of<Format>(w, chunk, tile_n * WIDE_N + warp_n * 32 + t * 8 + column());
+        for (int t = 0; t < N_TILES; t++) {
+            const int tile = min(block_n * Shape::BLOCK_N + warp_n * N_TILES + t, last_row);
+            const float2 s = scales_of<Format>(w, chunk, tile * 8 + column());
 #pragma unroll
-            for (int m = 0; m < 4; m++)
+            for (int m = 0; m < M_TILES; m++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     y[m][t][i] = joined(c[m][t][i], i % 2 ? s.y : s.x, y[m][t][i], chunk == 0);
@@ -273,15 +245,16 @@ DEVICE void linear_wide(const Matrix& w, const u16* a, int tile_m, int tile_n, i
         }
     }
 #pragma unroll
-    for (int m = 0; m < 4; m++) {
-        const int tile = tile_m * 8 + warp_m * 4 + m;
-        epilogue.begin(tile);
+    for (int m = 0; m < M_TILES; m++) {
+        const int tile = block_m * Shape::BLOCK_M + warp_m * M_TILES + m;
 #pragma unroll
-        for (int u = 0; u < 2; u++) {
-            const int unit = tile_n * 8 + warp_n * 2 + u;
+        for (int u = 0; u < N_TILES / 2; u++) {
+            const int unit = (block_n * Shape::BLOCK_N + warp_n * N_TILES) / 2 + u;
             if (unit >= num_units) continue;
-            const float pair[2][4] = {{y[m][2 * u][0], y[m][2 * u][1], y[m][2 * u][2], y[m][2 * u][3]},
-                                      {y[m][2 * u + 1][0], y[m][2 * u + 1][1], y[m][2 * u + 1][2], y[m][2 * u + 1][3]}};
+            epilogue.begin(tile, unit);
+            float pair[2][4];
+#pragma unroll
+            for (int i = 0; i < 8; i++) pair[i / 4][i % 4] = y[m][2 * u + i / 4][i % 4];
             epilogue.finish(tile, unit, pair);
         }
     }
