@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 
@@ -318,8 +318,7 @@ class Connection(asyncio.Protocol):
     # ---- asyncio.Protocol -------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one without inheriting from it
 
     def data_received(self, data: bytes) -> None:
         now, reply, done = time.perf_counter(), self._reply, self._done

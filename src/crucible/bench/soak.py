@@ -190,7 +190,7 @@ def _wait_idle(server: Server) -> None:
     deadline = time.monotonic() + IDLE_SECONDS
     while True:
         found = server.get("/metrics")
-        left = found["active"] + found["prefilling"] + found["queued"]
+        left = found["in_flight"] + found["active"] + found["prefilling"] + found["queued"]
         pages = found["pages"]
         if left == 0 and pages["free"] == pages["total"]:
             return
