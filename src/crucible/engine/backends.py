@@ -12,7 +12,7 @@ from crucible.engine.quant import Weight, WeightFormat, convert, dense
 from crucible.engine.request import RequestError
 from crucible.errors import CrucibleError
 
-BackendName = Literal["reference", "cpu", "null"]
+BackendName = Literal["reference", "cpu", "cuda", "null"]
 BACKENDS: Final[tuple[BackendName, ...]] = get_args(BackendName)
 
 CACHE_BYTES: Final = 2**31
@@ -57,7 +57,8 @@ def make_backend(
     """A backend that holds a model.
 
     Args:
-        name: "reference" is the float64 oracle in numpy, slow; "cpu" the fast one; "auto" as `resolve_backend`.
+        name: "reference" is the float64 oracle in numpy, slow; "cpu" the fast one; "cuda" the one for
+            NVIDIA GPUs; "auto" as `resolve_backend`.
         config: the architecture.
         weights: the tensors of `config.tensor_shapes()` by name.
         weight_format: what matrices are held in. The reference computes with the numbers that the format stands for.
@@ -77,6 +78,10 @@ def make_backend(
         from crucible.engine.cpu import CpuBackend
 
         return CpuBackend(config, weights, weight_format=weight_format, num_slots=num_slots, num_pages=num_pages)
+    if name == "cuda":
+        from crucible.engine.cuda import CudaBackend
+
+        return CudaBackend(config, weights, weight_format=weight_format, num_slots=num_slots, num_pages=num_pages)
     from crucible.engine.reference import ReferenceBackend
 
     held = convert(config, weights, weight_format)
