@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import crucible
-from crucible.commands import machine, make, use
+from crucible.commands import machine, make, serve, use
 from crucible.config import ConfigError
 from crucible.errors import CrucibleError, install
 
@@ -40,6 +40,9 @@ def main() -> None:
 
 
 _EXTRAS = {"torch": "train", "datasets": "data", "pyarrow": "data", "zstandard": "data", "numba": "cpu", "gguf": "gguf"}
+_EXTRAS |= dict.fromkeys(
+    ("fastapi", "starlette", "uvicorn", "httptools", "zmq", "msgspec", "prometheus_client"), "serve"
+)
 
 
 def _print_version(asked: bool) -> None:
@@ -61,7 +64,7 @@ def _options(
     """
 
 
-for _part in (make, use, machine):
+for _part in (make, use, serve, machine):
     app.add_typer(_part.app)
 
 if __name__ == "__main__":

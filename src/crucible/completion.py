@@ -110,6 +110,8 @@ class CompletionText:
         self._decoder = IncrementalDecoder(tokenizer, continuing=True)
         self._stops = StopMatcher(checked_stops(getattr(params, "stop", None)))
         self._params = params
+        self.has_stops = bool(getattr(params, "stop", None))
+        """Whether each token must be looked at in turn: a stop string may end the text at any."""
         self._num_tokens = 0
         self.is_finished = False
         """Whether the last piece is made. A stop string ends the text before the engine knows; tokens that it draws
@@ -139,6 +141,12 @@ class CompletionText:
             stop_reason = token_id if finish == "stop" and token_id in self._params.stop_token_ids else None
         self.is_finished = finish is not None
         return Piece(text, token_id, finish, stop_reason, logprobs, prompt_logprobs)
+
+    def push_run(self, token_ids: Sequence[int]) -> list[str]:
+        """Texts of tokens that do not end the request, as of the pieces that `push` makes of each. Not for a text that
+        has stop strings."""
+        self._num_tokens += len(token_ids)
+        return self._decoder.push_run(token_ids)
 
     def _decoded(self, token_id: int) -> str:
         """What a token adds; "" for an id that the model has and the tokenizer has not: embeddings are padded."""

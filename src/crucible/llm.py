@@ -34,10 +34,8 @@ from crucible.engine.engine import Engine, Event
 from crucible.engine.quant import WeightFormat
 from crucible.engine.request import RequestError
 from crucible.models import resolve
-from crucible.tokenizer.chat import ChatTemplate, Message
-
-Prompt: TypeAlias = str | Sequence[int]
-"""Text, or token ids."""
+from crucible.prompts import Prompt, Prompts
+from crucible.tokenizer.chat import Message
 
 _BEGUN: Final = Piece("", None)
 """What a stream yields before its first token, to nobody."""
@@ -78,8 +76,8 @@ class LLM:
         self.config: Final = loaded.config
         self.tokenizer: Final = loaded.tokenizer
         self.eos_ids: Final = loaded.generation.eos_token_ids
-        self.chat_template: Final = ChatTemplate(loaded.tokenizer, loaded.chat_template, loaded.special_tokens)
-        self._prefix_ids = loaded.prefix_ids
+        self._prompts = Prompts(loaded)
+        self.chat_template: Final = self._prompts.template
         self._engine = Engine(
             make_backend(
                 name,
@@ -102,23 +100,12 @@ class LLM:
     # ---- prompts ----------------------------------------------------------------------------------------------
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt: of ordinary text, behind the token with which the model's texts begin if it has such
-        a one; or the ids that were given.
-
-        Raises:
-            RequestError: it is neither.
-        """
-        if isinstance(prompt, str):
-            return (*self._prefix_ids, *self.tokenizer.encode(prompt))
-        if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
-            raise RequestError(f"a prompt must be text or token ids, not {prompt!r:.60}")
-        return tuple(prompt)
+        """Token ids of a prompt: see `prompts.Prompts.encode`."""
+        return self._prompts.encode(prompt)
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of a conversation, ready for the reply: see `tokenizer.chat.ChatTemplate.encode`."""
-        ids = self.chat_template.encode(messages)
-        # A chat template in Jinja writes the first token itself.
-        return (*self._prefix_ids, *ids) if self.chat_template.source is None else tuple(ids)
+        return self._prompts.encode_chat(messages)
 
     # ---- generation -------------------------------------------------------------------------------------------
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from crucible.tokenizer.spec import TokenizerError
 
 if TYPE_CHECKING:
     from crucible.tokenizer.tokenizer import Tokenizer
@@ -26,6 +29,8 @@ class IncrementalDecoder:
         self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
         self._strip_next = tokenizer.strips_leading_space and not continuing
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_between = not self._strip_next
+        """Whether the next token's text is that of the token by itself: no character is begun, no space to be taken."""
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token; often a word, sometimes "".
@@ -39,7 +44,24 @@ class IncrementalDecoder:
         if self._strip_next and data:
             data = data.removeprefix(b" ")
             self._strip_next = False
-        return self._utf8.decode(data)
+        text = self._utf8.decode(data)
+        self._is_between = not self._strip_next and not self._utf8.getstate()[0]
+        return text
+
+    def push_run(self, token_ids: Iterable[int]) -> list[str]:
+        """`push` of each, at a fraction of the cost where tokens are whole characters; "" for an id that the tokenizer
+        does not have."""
+        texts: list[str] = []
+        whole_text, skipped = self._tokenizer.whole_text, self._skipped
+        for token_id in token_ids:
+            text = None
+            try:
+                if self._is_between and token_id not in skipped:
+                    text = whole_text(token_id)
+                texts.append(self.push(token_id) if text is None else text)
+            except TokenizerError:
+                texts.append("")
+        return texts
 
     def flush(self) -> str:
         """Ends the stream: U+FFFD for a character begun and not finished, else ""."""

@@ -42,6 +42,7 @@ class Tokenizer:
         self._decoder = read_decoder(spec.document.get("decoder"))
         self._encoder = ordinary_encoder(spec)
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
         self.vocab_size: Final[int] = spec.vocab_size
         """Ids are 0..vocab_size-1. A model's embedding may have more rows, as padding."""
         self.control_tokens: Final[Mapping[str, int]] = {c: token.id for c, token in spec.control_tokens.items()}
@@ -134,6 +135,19 @@ class Tokenizer:
         if data is None:
             data = self._bytes[token_id] = self._compute_bytes(token_id)
         return data
+
+    def whole_text(self, token_id: int) -> str | None:
+        """The text of a token by itself, None if its bytes are not whole characters. Raises as `token_bytes`."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            pass
+        try:
+            text = self.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self._texts[token_id] = text
+        return text
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False, continuing: bool = False) -> str:
         """Text of the tokens' bytes joined, with U+FFFD for what is not UTF-8 (as Python's errors="replace").

@@ -1,0 +1,126 @@
+"""One request and its reply, in the same way for every surface: read, refuse or compute, and write as it comes.
+
+A client that leaves is noticed in either kind of reply, and what it asked for is ended at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from functools import lru_cache
+from typing import Any, Final, TypeAlias
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from crucible.serve.protocol import ApiError, Reply, Surface
+from crucible.serve.reading import read_body
+from crucible.serve.service import Running, Service, collect
+
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+
+_CACHED_TEXTS: Final = 1 << 17
+"""Texts of tokens, of which a vocabulary has so many or fewer."""
+
+_STREAM_HEADERS: Final = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    "x-accel-buffering": "no",  # nginx would hold events back
+}
+_log: Final = logging.getLogger(__name__)
+
+
+@lru_cache(_CACHED_TEXTS)
+def json_text(text: str) -> bytes:
+    """A text as a JSON string. Surfaces write the texts of tokens by this: the same few come again and again."""
+    return msgspec.json.encode(text)
+
+
+async def respond(surface: Surface, request: Request, service: Service, max_body_bytes: int) -> Response:
+    """The reply to a request that generates."""
+    try:
+        body = await read_body(request, max_body_bytes)
+        calls, reply = surface.read(body, service.served)
+        prepared = [await service.prepare(call) for call in calls]
+        running = service.start(prepared)
+    except ApiError as error:
+        return refusal(surface, error, request)
+    if reply.streams:
+        return EventStream(running, reply, [len(one.prompt_ids) for one in prepared])
+    return await _whole(surface, reply, running, request)
+
+
+def refusal(surface: Surface, error: ApiError, request: Request) -> Response:
+    """An error in the envelope of a surface."""
+    status, headers, body = surface.refusal(error, request.state.request_id)
+    if error.kind == "too_large":
+        headers["connection"] = "close"  # rather than read on to its end
+    return Response(body, status, {"content-type": "application/json", **headers})
+
+
+async def _whole(surface: Surface, reply: Reply, running: Running, request: Request) -> Response:
+    async with _watched(request.receive, running):
+        try:
+            choices = await collect(running)
+            if choices is None:
+                return Response(status_code=499)  # to nobody
+            return Response(reply.whole(choices), 200, {"content-type": "application/json"})
+        except ApiError as error:
+            return refusal(surface, error, request)
+
+
+class EventStream(Response):
+    """A reply in server-sent events. All events that are pending of a request leave in one piece."""
+
+    def __init__(self, running: Running, reply: Reply, prompt_tokens: list[int]) -> None:
+        super().__init__(headers=_STREAM_HEADERS)
+        del self.headers["content-length"]
+        self._running, self._reply = running, reply
+        self._prompt_tokens = prompt_tokens
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Write the stream. A client that has left is no error."""
+        with contextlib.suppress(OSError):
+            async with _watched(receive, self._running):
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                async for data in self._events():
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        reply = self._reply
+        if opening := reply.begin(self._prompt_tokens):
+            yield opening
+        try:
+            async for bursts in self._running.bursts():
+                if data := b"".join([reply.burst(burst) for burst in bursts]):
+                    yield data
+            if not self._running.num_open:
+                yield reply.finish()
+        except ApiError as error:
+            yield reply.failed(error)
+        except Exception:
+            _log.exception("a stream failed")
+            yield reply.failed(ApiError("internal", "the server failed"))
+
+
+@contextlib.asynccontextmanager
+async def _watched(receive: Receive, running: Running) -> AsyncIterator[None]:
+    """Cancel what is running as soon as the client has left, and at the end whatever happens."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        running.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        running.cancel()

@@ -1,0 +1,478 @@
+"""Requests in text to the engine, and its tokens back into text: what every surface's requests go through.
+
+A request is prepared (tokenised, its parameters checked), then all its choices enter the engine at once or none does.
+What the engine draws is collected for each choice until somebody looks: a slow reader costs memory for its own tokens
+and delays nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from crucible.completion import CompletionText, SamplingParams
+from crucible.errors import CrucibleError
+from crucible.prompts import Prompts
+from crucible.serve.channel import Detail
+from crucible.serve.metrics import Metrics
+from crucible.serve.protocol import (
+    LOWEST_LOGPROB,
+    ApiError,
+    Burst,
+    Call,
+    Choice,
+    End,
+    FinishReason,
+    Generate,
+    Served,
+    TokenChance,
+    TokenScore,
+)
+from crucible.serve.supervisor import Supervisor
+
+_LONG_TEXT: Final = 4096
+"""Characters from which on a prompt is tokenised in a thread: this many take about a millisecond."""
+
+_RETRY_AFTER: Final = 1
+_VALUE: Final = re.compile(r", not ['\"\[{].*$", re.DOTALL)
+_PARAM_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_DEFAULTS: Final = {field.name: getattr(SamplingParams(), field.name) for field in dataclasses.fields(SamplingParams)}
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt that fits, and how it is to be completed; `params.n` choices."""
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+class Service:
+    """The model that is served.
+
+    Args:
+        prompts: how text becomes its tokens.
+        supervisor: of its engine, whose state may be any.
+        model_id, aliases, created: as in `Served`.
+        max_in_flight: choices that are computed or wait; more are refused at once.
+        default_seed: of requests without one; None draws one for each.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        supervisor: Supervisor,
+        *,
+        model_id: str,
+        aliases: Sequence[str] = (),
+        created: int = 0,
+        max_in_flight: int = 320,
+        default_seed: int | None = 1234,
+    ) -> None:
+        self.prompts = prompts
+        self.supervisor = supervisor
+        self.max_in_flight = max_in_flight
+        self.metrics = Metrics()
+        self.is_draining = False
+        self._default_seed = default_seed
+        self._model_id, self._aliases, self._created = model_id, frozenset(aliases), created
+        self._chances: dict[int, tuple[str, bytes]] = {}
+        self._running: set[Running] = set()
+
+    @property
+    def sampling(self) -> str:
+        """How tokens are drawn unless a request says so, in words."""
+        seed = "one drawn for each request" if self._default_seed is None else str(self._default_seed)
+        return f"greedy without a positive temperature; without a seed it is {seed}"
+
+    @property
+    def served(self) -> Served:
+        """What surfaces may know. Raises ApiError before the engine has once been ready."""
+        ready = self.supervisor.ready
+        if ready is None:
+            raise ApiError("unavailable", "the engine is starting", retry_after=_RETRY_AFTER)
+        return Served(
+            model_id=self._model_id,
+            aliases=self._aliases,
+            created=self._created,
+            # More tokens than the whole cache holds could never be computed.
+            context=min(ready.context, ready.num_pages * ready.page_size),
+            vocab_size=ready.vocab_size,
+            fingerprint=ready.fingerprint,
+            decode=self.decode,
+        )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids; ids that only the model's padding has are nothing."""
+        return self.prompts.tokenizer.decode(i for i in token_ids if i < self.prompts.tokenizer.vocab_size)
+
+    # ---- before the engine ----------------------------------------------------------------------------------------
+
+    async def prepare(self, call: Call) -> Prepared:
+        """Raises ApiError: the prompt or a parameter is not one that the model can take."""
+        prompt_ids = await self.encode(call)
+        max_tokens = self._max_tokens(call, len(prompt_ids))
+        return Prepared(prompt_ids, self._params(call, max_tokens))
+
+    async def encode(self, call: Call) -> tuple[int, ...]:
+        """The tokens of a call's prompt. Raises ApiError as `prepare`."""
+        request = call.request
+        if (request.prompt is None) == (request.messages is None):
+            raise ApiError("invalid", "give exactly one of prompt and messages", param="prompt")
+        try:
+            if _num_characters(request) < _LONG_TEXT:
+                prompt_ids = self._encode(request)
+            else:
+                prompt_ids = await asyncio.to_thread(self._encode, request)
+        except CrucibleError as error:
+            raise _refused(error, call, "prompt" if request.messages is None else "messages") from None
+        self._check_prompt(call, prompt_ids)
+        return prompt_ids
+
+    def _encode(self, request: Generate) -> tuple[int, ...]:
+        if request.messages is not None:
+            return self.prompts.encode_chat(request.messages)
+        assert request.prompt is not None
+        return self.prompts.encode(request.prompt)
+
+    def _check_prompt(self, call: Call, prompt_ids: Sequence[int]) -> None:
+        at = call.at or ("prompt" if call.request.messages is None else "messages")
+        if not prompt_ids:
+            raise ApiError("invalid", f"{at} is empty; at least one token is needed", param=at)
+        vocab_size = self.served.vocab_size
+        if not all(0 <= token_id < vocab_size for token_id in prompt_ids):
+            raise ApiError("invalid", f"{at} has an id that is none of the model's, 0 to {vocab_size - 1}", param=at)
+
+    def _max_tokens(self, call: Call, num_prompt: int) -> int:
+        """What `max_tokens` stands for: what the context leaves, where it is absent or may be lowered."""
+        asked, context = call.request.max_tokens, self.served.context
+        name = call.names.get("max_tokens", "max_tokens")
+        left = context - num_prompt
+        at = call.at or ("the prompt" if call.request.messages is None else "the messages")
+        if left < 1:
+            raise ApiError(
+                "too_long",
+                f"{at}: {num_prompt} tokens leave no room for a reply in the context of {context}",
+                param="prompt" if call.request.messages is None else "messages",
+                code="context_length_exceeded",
+            )
+        if asked is None or (call.clamps_max_tokens and asked > left):
+            return left
+        if asked > left:
+            raise ApiError(
+                "too_long",
+                f"{at}: {num_prompt} tokens and {name} {asked if asked < 10**12 else 'of that size'} do not fit the "
+                f"context of {context}",
+                param=name,
+                code="context_length_exceeded",
+            )
+        return asked
+
+    def _params(self, call: Call, max_tokens: int) -> SamplingParams:
+        given = {name: getattr(call.request, name) for name in Generate.__struct_fields__ if name in _PARAM_FIELDS}
+        fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if "seed" not in fields:
+            fields["seed"] = time.time_ns() if self._default_seed is None else self._default_seed
+        try:
+            params = SamplingParams(**{**fields, "max_tokens": max_tokens})
+            params.check_vocabulary(self.served.vocab_size)
+        except CrucibleError as error:
+            raise _refused(error, call, None) from None
+        return params
+
+    # ---- in the engine --------------------------------------------------------------------------------------------
+
+    def start(self, prepared: Sequence[Prepared]) -> Running:
+        """Give all choices of all prompts to the engine, or none.
+
+        Raises:
+            ApiError: there is no room for them, or no engine.
+        """
+        if self.is_draining:
+            raise ApiError("unavailable", "the server is stopping")
+        wanted = [(one.prompt_ids, cast(SamplingParams, params)) for one in prepared for params in one.params.choices()]
+        if len(wanted) > self.max_in_flight:
+            raise ApiError(
+                "invalid", f"at most {self.max_in_flight} choices can be asked for at once, over all prompts", param="n"
+            )
+        if self.supervisor.in_flight + len(wanted) > self.max_in_flight:
+            self.metrics.refused += 1
+            raise ApiError("overloaded", "too many requests are waiting; try again later", retry_after=_RETRY_AFTER)
+        return Running(self, wanted)
+
+    @property
+    def num_running(self) -> int:
+        """Requests whose replies are not complete."""
+        return len(self._running)
+
+    def stop_all(self, error: ApiError) -> None:
+        """End everything that is under way with an error."""
+        for running in tuple(self._running):
+            running.fail(error)
+
+    # ---- words for tokens -----------------------------------------------------------------------------------------
+
+    def chance(self, token_id: int, logprob: float) -> TokenChance:
+        """A token's chance in text and bytes."""
+        known = self._chances.get(token_id)
+        if known is None:
+            has_text = token_id < self.prompts.tokenizer.vocab_size
+            data = self.prompts.tokenizer.token_bytes(token_id) if has_text else b""
+            known = self._chances[token_id] = data.decode(errors="replace"), data
+        # Not min or max: a NaN would pass them.
+        return TokenChance(token_id, *known, logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB)
+
+
+class Running:
+    """The choices of one request while the engine computes them: iterate over the bursts, close it when done.
+
+    What is pending of all choices is taken at once, so that whoever is slow does little for each token.
+    """
+
+    def __init__(self, service: Service, wanted: Sequence[tuple[tuple[int, ...], SamplingParams]]) -> None:
+        self._service = service
+        self._woken = asyncio.Event()
+        self._error: ApiError | None = None
+        self.is_cancelled = False
+        self.choices = [_Choice(service, self, index, ids, params) for index, (ids, params) in enumerate(wanted)]
+        self.num_open = len(self.choices)
+        service._running.add(self)
+        try:
+            for choice in self.choices:
+                choice.submit()
+        except BaseException:
+            self.cancel()
+            raise
+
+    async def bursts(self) -> AsyncIterator[list[Burst]]:
+        """What has come since the last time, until all choices have ended or the request is cancelled.
+
+        Raises:
+            ApiError: the engine has stopped, or refused the request.
+        """
+        try:
+            while self.num_open:
+                await self._woken.wait()
+                self._woken.clear()
+                if self.is_cancelled:
+                    return
+                if taken := [burst for choice in self.choices if (burst := choice.take()) is not None]:
+                    yield taken
+                if self._error is not None and self.num_open:
+                    raise self._error
+        finally:
+            self.cancel()
+
+    def wake(self) -> None:
+        """There is something to take."""
+        self._woken.set()
+
+    def fail(self, error: ApiError) -> None:
+        """End this with an error, after what is there already."""
+        self._error = self._error or error
+        self.wake()
+
+    def cancel(self) -> None:
+        """End whatever has not ended. Any number of times."""
+        self.is_cancelled = True
+        self._service._running.discard(self)
+        for choice in self.choices:
+            choice.cancel()
+        self.wake()
+
+
+class _Choice:
+    """One completion of one prompt: collects what the engine draws, and makes text of it when it is asked for.
+
+    A `supervisor.Receiver`.
+    """
+
+    def __init__(
+        self, service: Service, running: Running, index: int, prompt_ids: tuple[int, ...], params: SamplingParams
+    ) -> None:
+        self.index = index
+        self.prompt_ids = prompt_ids
+        self.params = params
+        self._service, self._running = service, running
+        self._text = CompletionText(service.prompts.tokenizer, params)
+        self._number: int | None = None
+        self._ids: list[int] = []
+        self._details: list[Detail] = []
+        self._finish: str | None = None
+        self._num_tokens = 0
+        self._submitted_at = self._last_at = time.perf_counter()
+        self._is_open = True
+
+    def submit(self) -> None:
+        """Raises ApiError: there is no engine."""
+        fields = {name: getattr(self.params, name) for name in _PARAM_FIELDS if name != "stop"}
+        changed = {name: value for name, value in fields.items() if value != _DEFAULTS[name]}
+        self._number = self._service.supervisor.submit(self.prompt_ids, changed, self)
+        self._service.metrics.begin(len(self.prompt_ids))
+
+    # ---- Receiver -------------------------------------------------------------------------------------------------
+
+    def tokens(self, ids: list[int], details: Sequence[Detail]) -> None:
+        self._ids += ids
+        if details:
+            self._details += details
+        self._running.wake()
+
+    def end(self, finish: str) -> None:
+        self._finish = finish
+        self._running.wake()
+
+    def lost(self, error: ApiError) -> None:
+        self._running.fail(error)
+
+    # ---- what has come ----------------------------------------------------------------------------------------------
+
+    def take(self) -> Burst | None:
+        """Everything since the last time; None for nothing."""
+        if not self._is_open or not (self._ids or self._finish):
+            return None
+        ids, self._ids = self._ids, []
+        details, self._details = self._details, []
+        burst = Burst(self.index, ids, [])
+        self._write(burst)
+        self._describe(burst, details)
+        self._num_tokens += len(burst.token_ids)
+        self._measure(burst, details)
+        if burst.end is not None:
+            self._close()
+        return burst
+
+    def _write(self, burst: Burst) -> None:
+        """Fill in texts and end; a stop string cuts off the tokens behind it."""
+        ids, finish = burst.token_ids, self._finish
+        if finish is None and not self._text.has_stops:
+            burst.texts = self._text.push_run(ids)
+            return
+        if not self._text.has_stops:
+            burst.texts = self._text.push_run(ids[:-1])
+        for token_id in ids[len(burst.texts) :]:
+            is_last = len(burst.texts) + 1 == len(ids)
+            piece = self._text.push(token_id, cast(Any, finish) if is_last and finish != "error" else None)
+            burst.texts.append(piece.text)
+            if self._text.is_finished:
+                del ids[len(burst.texts) :]
+                burst.end = self._ended(cast(FinishReason, piece.finish_reason), piece.stop_reason, len(ids))
+                return
+        if finish == "error":
+            rest = self._text.push(None, "error").text
+            if burst.texts:
+                burst.texts[-1] += rest
+            burst.end = self._ended("error", None, len(ids))
+
+    def _ended(self, finish: FinishReason, stop: str | int | None, num_new: int) -> End:
+        return End(finish, stop, len(self.prompt_ids), self._num_tokens + num_new, self.params.seed)
+
+    def _describe(self, burst: Burst, details: Sequence[Detail]) -> None:
+        chance = self._service.chance
+        if self.params.logprobs is not None:
+            scored = [detail.logprobs for detail in details if detail.logprobs is not None]
+            burst.scores = [
+                TokenScore(
+                    chance(token_id, score.logprob),
+                    [chance(i, logprob) for i, logprob in zip(score.top_ids, score.top_logprobs, strict=True)],
+                )
+                for token_id, score in zip(burst.token_ids, scored, strict=False)
+            ]
+        for detail in details:
+            if detail.prompt_logprobs is not None:
+                pairs = zip(self.prompt_ids[1:], detail.prompt_logprobs, strict=True)
+                burst.prompt_scores = [None, *(chance(token_id, logprob) for token_id, logprob in pairs)]
+
+    def _measure(self, burst: Burst, details: Sequence[Detail]) -> None:
+        now, metrics = time.perf_counter(), self._service.metrics
+        for detail in details:
+            if detail.queue_seconds is not None:
+                metrics.queue_time.observe(detail.queue_seconds)
+            if detail.prefill_seconds is not None:
+                metrics.prefill_time.observe(detail.prefill_seconds)
+        num_new = len(burst.token_ids)
+        if num_new:
+            is_first = self._num_tokens == num_new
+            if is_first:
+                metrics.first_token_time.observe(now - self._submitted_at)
+            if num_gaps := num_new - is_first:
+                metrics.inter_token_time.observe((now - self._last_at) / num_gaps, num_gaps)
+            self._last_at = now
+            metrics.generation_tokens += num_new
+        if burst.end is not None:
+            metrics.end(burst.end.finish_reason, now - self._submitted_at)
+
+    def cancel(self) -> None:
+        """End it if it has not ended."""
+        if self._is_open:
+            self._close()
+            if self._number is not None:
+                self._service.metrics.cancelled += 1
+
+    def _close(self) -> None:
+        self._is_open = False
+        self._running.num_open -= 1
+        if self._number is not None:
+            # It has ended already unless a stop string ended it, or its client.
+            self._service.supervisor.cancel(self._number)
+
+
+async def collect(running: Running) -> list[Choice] | None:
+    """All choices once they have ended, in order; None if the request was cancelled. Raises as `Running.bursts`."""
+    choices: dict[int, Choice] = {}
+    async for bursts in running.bursts():
+        for burst in bursts:
+            own = choices.get(burst.index)
+            if own is None:
+                prompt_ids = running.choices[burst.index].prompt_ids
+                scores, text = burst.scores, "".join(burst.texts)
+                own = Choice(burst.index, prompt_ids, burst.token_ids, text, scores, burst.prompt_scores, _NO_END)
+                choices[burst.index] = own
+            else:
+                own.token_ids += burst.token_ids
+                own.text += "".join(burst.texts)
+                if own.scores is not None:
+                    own.scores += burst.scores or []
+            own.end = burst.end or own.end
+    if len(choices) < len(running.choices) or any(choice.end is _NO_END for choice in choices.values()):
+        return None
+    return [choices[index] for index in sorted(choices)]
+
+
+_NO_END: Final = End("error", None, 0, 0, 0)
+
+
+def _num_characters(request: Generate) -> int:
+    if request.messages is None:
+        return len(request.prompt or "") if isinstance(request.prompt, str) else 0
+    return sum(_length(message.get("content")) for message in request.messages)
+
+
+def _length(content: Any) -> int:
+    if isinstance(content, str):
+        return len(content)
+    if isinstance(content, list):
+        return sum(
+            len(part["text"]) for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+        )
+    return 0
+
+
+def _refused(error: CrucibleError, call: Call, param: str | None) -> ApiError:
+    """An error of the engine's or the template's, in the caller's names and without the caller's text."""
+    message = _VALUE.sub("", str(error))
+    for word in re.findall(r"[a-z_]+(?:\[\d+\][\w.\[\]]*)?", message):
+        field = word.partition("[")[0]
+        if field in Generate.__struct_fields__:
+            name = call.names.get(field, field)
+            message = re.sub(rf"\b{field}\b", name, message)
+            param = name + word[len(field) :].rstrip(".")
+            break
+    if call.at is not None:
+        message = f"{call.at}: {message}"
+    return ApiError("invalid", message, param=param)
