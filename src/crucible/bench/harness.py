@@ -95,6 +95,7 @@ class BenchReport:
         ratios: by `a/b:metric`, the median over rounds of a's value over b's.
         notes: sentences that a reader of the numbers needs.
         load: the machine's load average before and after, to tell a busy machine by.
+        card: the graphics card, if that is what computed.
     """
 
     bench: str
@@ -105,11 +106,12 @@ class BenchReport:
     ratios: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     load: tuple[float, float] | None = None
+    card: str | None = None
 
     @property
     def device(self) -> str:
-        """The processor and the threads used."""
-        return f"{cpu().model}, {self.threads} thread{'s' * (self.threads > 1)}"
+        """The card that computed, or the processor and the threads used."""
+        return self.card or f"{cpu().model}, {self.threads} thread{'s' * (self.threads > 1)}"
 
     def render(self) -> RenderableType:
         """Tables for `rich`."""

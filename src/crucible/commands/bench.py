@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed, with the machine's ceiling beside each number.")
 
-Backend = Annotated[Literal["auto", "cpu", "reference"], typer.Option(help="Engine backend.")]
+Backend = Annotated[Literal["auto", "cpu", "cuda", "reference"], typer.Option(help="Engine backend.")]
 ServedBackend = Annotated[
     Literal["auto", "cpu", "cuda", "reference", "null"],
     typer.Option(help="Engine backend; `null` computes nothing and shows what all the rest costs."),
@@ -23,6 +23,10 @@ ServedBackend = Annotated[
 Weights = Annotated[Literal["f32", "f16", "int8"], typer.Option(help="What matrices are held in.")]
 ServedWeights = Annotated[Literal["auto", "f32", "f16", "int8"], typer.Option(help="What matrices are held in.")]
 Model = Annotated[str, typer.Argument(help="A model, as for `crucible generate`.")]
+MaybeModel = Annotated[str | None, typer.Argument(help="A model, as for `crucible generate`.", show_default=False)]
+Random = Annotated[
+    str | None, typer.Option(help="A preset with random weights in place of a model.", show_default=False)
+]
 PromptTokens = Annotated[int, typer.Option(help="Tokens of each prompt.")]
 LongestPrompt = Annotated[int, typer.Option(help="Tokens of the longest prompt.")]
 NewTokens = Annotated[int, typer.Option(help="Tokens drawn by each request.")]
@@ -33,9 +37,14 @@ Url = Annotated[
 ]
 
 
-@app.command(epilog=examples("crucible bench decode smollm2 --batch 1 --batch 16"))
+@app.command(
+    epilog=examples(
+        "crucible bench decode smollm2 --batch 1 --batch 16", "crucible bench decode --random 120m --backend cuda"
+    )
+)
 def decode(
-    model: Model,
+    model: MaybeModel = None,
+    random: Random = None,
     backend: Backend = "auto",
     weights: Weights = "int8",
     batch: Annotated[
@@ -51,6 +60,7 @@ def decode(
     _show(
         lambda on_round: bench_decode(
             model,
+            random=random,
             backend=backend,
             weight_format=weights,
             batches=batch or [1],
@@ -62,9 +72,14 @@ def decode(
     )
 
 
-@app.command(epilog=examples("crucible bench prefill smollm2 --prompt-tokens 512"))
+@app.command(
+    epilog=examples(
+        "crucible bench prefill smollm2 --prompt 1x512", "crucible bench prefill --random 120m --backend cuda"
+    )
+)
 def prefill(
-    model: Model,
+    model: MaybeModel = None,
+    random: Random = None,
     backend: Backend = "auto",
     weights: Weights = "int8",
     prompt: Annotated[
@@ -78,6 +93,7 @@ def prefill(
     _show(
         lambda on_round: bench_prefill(
             model,
+            random=random,
             backend=backend,
             weight_format=weights,
             shapes=[_shape("--prompt", text) for text in prompt or ["1x512"]],

@@ -24,7 +24,9 @@ PANEL = "Use a model"
 _MODEL = typer.Argument(
     help="An artifact or Hugging Face folder, a .gguf file, a hub id OWNER/NAME, or `smollm2`.", show_default=False
 )
-Backend = Annotated[Literal["auto", "cpu", "reference"], typer.Option(help="Engine backend; auto is the fastest here.")]
+Backend = Annotated[
+    Literal["auto", "cpu", "cuda", "reference"], typer.Option(help="Engine backend; auto is the fastest here.")
+]
 Weights = Annotated[
     Literal["auto", "f32", "f16", "int8"], typer.Option(help="What matrices are held in; auto suits the backend.")
 ]

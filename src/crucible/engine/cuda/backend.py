@@ -82,6 +82,9 @@ class CudaBackend(HostBackend):
         self._graph_integers = 3 + pages_per_slot
         self._graphs: dict[int, Any] = {}
 
+    max_rows: Final = MAX_ROWS
+    """Rows of a step that are computed at once; more are taken in parts."""
+
     @property
     def saturations(self) -> int:
         """Operands beyond the range of f16 since the backend was made: 0 for a model that is fit to be served."""
