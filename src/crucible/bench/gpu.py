@@ -1,7 +1,7 @@
 """The GPU's side of `bench decode` and `bench prefill`: its ceilings, and a step's kernels without a host beside them.
 
-Ceilings are measured through the engine's own driver layer, in the same rounds: a copy within the device, bytes read and
-written, and the rate of the tensor cores' `mma.sync`, which every product of the engine is made of.
+Ceilings are measured through the engine's own driver layer, in the same rounds: a copy within the device, bytes read
+and written, and the rate of the tensor cores' `mma.sync`, which every product of the engine is made of.
 """
 
 from __future__ import annotations
