@@ -29,14 +29,13 @@ from crucible.bench.serve import DirectProcess, LoadProcess, bench_serve
 from crucible.bench.server import at_url, counters
 from crucible.bench.stall import worst_gap_ms
 from crucible.bench.traffic import (
+    Passages,
     body,
     check,
-    exact_prompt,
     figures,
     first_token_ms,
     gaps_ms,
     poisson,
-    prompts,
     total_rate,
     unit,
 )
@@ -241,20 +240,21 @@ def test_a_server_that_is_not_there_is_named(load: LoadProcess) -> None:
 
 
 def test_prompts_are_passages_of_all_lengths_and_the_same_every_time(text: ModelText) -> None:
-    found = prompts(text, 60, 40, seed=3)
+    passages = Passages(text)
+    found = passages.prompts(60, 40, seed=3)
     lengths = [len(prompt.ids) for prompt in found]
     assert max(lengths) <= 40
     assert len(set(lengths)) > 15
-    assert found == prompts(text, 60, 40, seed=3)
-    assert found != prompts(text, 60, 40, seed=4)
+    assert found == Passages(text).prompts(60, 40, seed=3)
+    assert found != passages.prompts(60, 40, seed=4)
     for prompt in found:
         assert prompt.ids == (*text.prefix_ids, *text.tokenizer.encode(prompt.text))
-    assert len(exact_prompt(text, 33)) == 33
-    assert exact_prompt(text, 33) != exact_prompt(text, 33, seed=1)
-    with pytest.raises(BenchError, match="at least 8 tokens, not 7"):
-        prompts(text, 1, 7)
+    assert len(passages.exact(33)) == 33
+    assert passages.exact(33) != passages.exact(33, seed=1)
+    with pytest.raises(BenchError, match="must have from 8 to"):
+        passages.prompts(1, 7)
     with pytest.raises(BenchError, match="must have from 1 to"):
-        exact_prompt(text, 0)
+        passages.exact(0)
 
 
 def test_poisson_arrivals_have_their_rate_and_are_seeded() -> None:

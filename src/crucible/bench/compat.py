@@ -15,7 +15,7 @@ from crucible.bench.harness import BenchError, BenchReport, Key, Row, interleave
 from crucible.bench.load import Job
 from crucible.bench.serve import LEAST_REQUESTS, REQUESTS_PER_CLIENT, LoadProcess
 from crucible.bench.server import Server, at_url, serving
-from crucible.bench.traffic import Prompt, check, prompts, shots, total_rate
+from crucible.bench.traffic import Passages, Prompt, check, shots, total_rate
 from crucible.hardware import usable_cores
 from crucible.models import resolve_text
 
@@ -60,6 +60,7 @@ def bench_compat(
             f"{text.config.max_position_embeddings}"
         )
     counted: dict[str, int] = {}
+    passages = Passages(text)
     with ExitStack() as stack:
         server = stack.enter_context(serving(model, backend=backend, weights=weights)) if url is None else at_url(url)
         load = stack.enter_context(LoadProcess())
@@ -69,7 +70,7 @@ def bench_compat(
                 load,
                 surface,
                 count,
-                prompts(text, max(LEAST_REQUESTS, REQUESTS_PER_CLIENT * count), longest_prompt, seed=count),
+                passages.prompts(max(LEAST_REQUESTS, REQUESTS_PER_CLIENT * count), longest_prompt, seed=count),
                 new_tokens,
                 counted,
             )

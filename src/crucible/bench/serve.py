@@ -20,7 +20,7 @@ from crucible.bench.harness import BenchError, BenchReport, Key, Row, Samples, i
 from crucible.bench.load import Job, Log
 from crucible.bench.process import LineProcess
 from crucible.bench.server import Server, at_url, serving
-from crucible.bench.traffic import Prompt, check, figures, poisson, prompts, shots, unit
+from crucible.bench.traffic import Passages, Prompt, check, figures, poisson, shots, unit
 from crucible.hardware import usable_cores
 from crucible.models import ModelText, resolve_text
 
@@ -102,7 +102,7 @@ def bench_serve(
     """
     text = resolve_text(model)
     _check_options(text, clients, rates, longest_prompt, new_tokens)
-    slots, before = max(clients, default=1), load_average()
+    slots, before, passages = max(clients, default=1), load_average(), Passages(text)
     with ExitStack() as stack:
         if url is None:
             options = {"max-batch": max(64, slots)}
@@ -110,12 +110,12 @@ def bench_serve(
         else:
             server = at_url(url)
         load = stack.enter_context(LoadProcess())
-        variants = _closed(server, load, text, clients, longest_prompt, new_tokens)
-        variants |= _open(server, load, text, rates, longest_prompt, new_tokens)
+        variants = _closed(server, load, passages, clients, longest_prompt, new_tokens)
+        variants |= _open(server, load, passages, rates, longest_prompt, new_tokens)
         if url is None and clients:
             positions = longest_prompt + new_tokens
             engine = stack.enter_context(DirectProcess(model, backend, weights, slots=slots, positions=positions))
-            variants |= _direct(engine, text, clients, longest_prompt, new_tokens)
+            variants |= _direct(engine, passages, clients, longest_prompt, new_tokens)
         samples = interleave(variants, rounds, on_round=on_round)
     return BenchReport(
         bench="serve",
@@ -138,10 +138,10 @@ def bench_serve(
 
 
 def _closed(
-    server: Server, load: LoadProcess, text: ModelText, clients: Sequence[int], longest: int, new_tokens: int
+    server: Server, load: LoadProcess, passages: Passages, clients: Sequence[int], longest: int, new_tokens: int
 ) -> dict[str, Variant]:
     def variant(count: int) -> Variant:
-        asked = _prompts(text, count, longest)
+        asked = _prompts(passages, count, longest)
         job = Job(
             host=server.host,
             port=server.port,
@@ -155,10 +155,10 @@ def _closed(
 
 
 def _open(
-    server: Server, load: LoadProcess, text: ModelText, rates: Sequence[float], longest: int, new_tokens: int
+    server: Server, load: LoadProcess, passages: Passages, rates: Sequence[float], longest: int, new_tokens: int
 ) -> dict[str, Variant]:
     def variant(rate: float) -> Variant:
-        asked = prompts(text, OPEN_REQUESTS, longest)
+        asked = passages.prompts(OPEN_REQUESTS, longest)
         streams = shots("native", asked, new_tokens, server.model_id)
         timed = [
             msgspec.structs.replace(shot, at=at) for shot, at in zip(streams, poisson(len(streams), rate), strict=True)
@@ -170,19 +170,19 @@ def _open(
 
 
 def _direct(
-    engine: DirectProcess, text: ModelText, clients: Sequence[int], longest: int, new_tokens: int
+    engine: DirectProcess, passages: Passages, clients: Sequence[int], longest: int, new_tokens: int
 ) -> dict[str, Variant]:
     def variant(count: int) -> Variant:
-        asked = _prompts(text, count, longest)
+        asked = _prompts(passages, count, longest)
         batch = Batch(prompts=[prompt.ids for prompt in asked], new_tokens=new_tokens, clients=count)
         return lambda: _figures("engine", f"c{count}", engine.run(batch), asked, new_tokens, steady=True)
 
     return {f"engine c{count}": variant(count) for count in clients}
 
 
-def _prompts(text: ModelText, clients: int, longest: int) -> list[Prompt]:
+def _prompts(passages: Passages, clients: int, longest: int) -> list[Prompt]:
     """The same for the server and the engine."""
-    return prompts(text, max(LEAST_REQUESTS, REQUESTS_PER_CLIENT * clients), longest, seed=clients)
+    return passages.prompts(max(LEAST_REQUESTS, REQUESTS_PER_CLIENT * clients), longest, seed=clients)
 
 
 def _figures(

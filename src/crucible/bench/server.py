@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -62,7 +63,12 @@ def serving(
     command += [text for name, value in given.items() for text in (f"--{name}", str(value))]
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, preexec_fn=_die_with_parent
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env={name: value for name, value in os.environ.items() if name != "CRUCIBLE_API_KEY"},
+            preexec_fn=_die_with_parent,
         )
         try:
             yield _ready(process, errors, port)

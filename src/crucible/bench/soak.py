@@ -21,15 +21,15 @@ from crucible.bench.harness import BenchError, BenchReport, Row, load_average
 from crucible.bench.load import Job, Shot
 from crucible.bench.serve import LoadProcess
 from crucible.bench.server import Server, serving
-from crucible.bench.traffic import Prompt, body, check, prompts, total_rate
+from crucible.bench.traffic import Passages, Prompt, body, check, total_rate
 from crucible.hardware import usable_cores
-from crucible.models import ModelText, resolve_text
+from crucible.models import resolve_text
 
 NUM_SHOTS: Final = 400
 """Different requests of a run, which are sent over and over."""
 LEAVING: Final = 0.25
 """Share of the clients that leave."""
-LEAVE_SECONDS: Final = 0.5
+LEAVE_SECONDS: Final = 0.3
 """The longest that they wait."""
 LONGEST_PROMPT, MOST_TOKENS = 96, 48
 MIXED_CLIENTS, POOL_CLIENTS, OVERLOAD_CLIENTS = 24, 32, 48
@@ -82,10 +82,13 @@ def bench_soak(
         ("pool", POOL_CLIENTS, seconds / 4, {"max-batch": 16, "kv-pages": POOL_PAGES}, _without_failure),
         ("overload", OVERLOAD_CLIENTS, seconds / 4, {"max-batch": 2, "max-queue": 4}, _refused_well),
     )
+    passages, context = Passages(text), text.config.max_position_embeddings
     rows: list[Row] = []
+    served = ""
     for number, (name, clients, length, options, judge) in enumerate(phases, start=1):
         with serving(model, backend=backend, weights=weights, options=options) as server, LoadProcess() as clientele:
-            load = _load(text, server.model_id, leaving=LEAVING if name == "mixed" else 0.0, seed=number)
+            served = f"{server.health['backend']} {server.health['weights']}"
+            load = _load(passages, context, server.model_id, leaving=LEAVING if name == "mixed" else 0.0, seed=number)
             job = Job(
                 host=server.host,
                 port=server.port,
@@ -104,7 +107,7 @@ def bench_soak(
             on_round(number, len(phases))
     return BenchReport(
         bench="soak",
-        backend=f"{backend} {weights}",
+        backend=served,
         model=text.name,
         threads=usable_cores(),
         rows=tuple(rows),
@@ -123,12 +126,11 @@ _UNITS: Final = {"total": "tok/s", "slowest refusal": "ms"}
 # ---- loads ----------------------------------------------------------------------------------------------------------
 
 
-def _load(text: ModelText, model_id: str, *, leaving: float, seed: int) -> _Load:
+def _load(passages: Passages, context: int, model_id: str, *, leaving: float, seed: int) -> _Load:
     rng = random.Random(seed)
-    context = text.config.max_position_embeddings
     # A template needs room too: half of a small context is the passage's, a quarter the reply's.
     longest, most = min(LONGEST_PROMPT, context // 4), min(MOST_TOKENS, context // 4)
-    asked, counts, shots = prompts(text, NUM_SHOTS, longest, seed=seed), [], []
+    asked, counts, shots = passages.prompts(NUM_SHOTS, longest, seed=seed), [], []
     for prompt in asked:
         counts.append(rng.randint(1, most))
         leaves_after = rng.uniform(0.0, LEAVE_SECONDS) if rng.random() < leaving else None

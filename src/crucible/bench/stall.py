@@ -18,9 +18,9 @@ from crucible.bench.harness import BenchError, BenchReport, Key, Row, interleave
 from crucible.bench.load import Job, Log, Mode, Shot
 from crucible.bench.serve import LoadProcess
 from crucible.bench.server import Server, serving
-from crucible.bench.traffic import body, check, exact_prompt, first_token_ms, total_rate
+from crucible.bench.traffic import Passages, body, check, first_token_ms, total_rate
 from crucible.hardware import usable_cores
-from crucible.models import ModelText, resolve_text
+from crucible.models import resolve_text
 
 STREAMS: Final = (1, 4)
 ARRIVALS: Final = ((1, 33), (1, 535), (1, 941), (4, 535))
@@ -67,23 +67,26 @@ def bench_stall(
         CrucibleError: there is no such model.
     """
     text, before = resolve_text(model), load_average()
+    passages, context, served = Passages(text), text.config.max_position_embeddings, ""
     settings = [
         (budget, chunk) for budget in budgets for chunk in (*(chunk for chunk in chunks if chunk < budget), budget)
     ]
     if not settings or not streams or min(streams) < 1:
         raise BenchError("nothing to measure: at least one prefill budget and one stream are needed")
     longest = max((tokens for _, tokens in arrivals), default=0) + ARRIVAL_TOKENS
-    if max(longest, BURST_PROMPT + BURST_TOKENS) > text.config.max_position_embeddings:
-        raise BenchError(f"{longest} tokens do not fit the context of {text.config.max_position_embeddings}")
+    if max(longest, BURST_PROMPT + BURST_TOKENS) > context:
+        raise BenchError(f"{longest} tokens do not fit the context of {context}")
 
     def variant(setting: Setting) -> Callable[[], Mapping[Key, float]]:
         options = {"prefill-budget": setting[0], "prefill-chunk": setting[1]}
 
         def measure() -> dict[Key, float]:
+            nonlocal served
             with serving(model, backend=backend, weights=weights, options=options) as server, LoadProcess() as load:
-                probe = _Probe(server, load, text)
-                probe.burst()  # what is compiled or cached at first use
-                found = probe.burst()
+                served = f"{server.health['backend']} {server.health['weights']}"
+                probe = _Probe(server, load, passages, context)
+                for _ in range(2):  # first for what is compiled or cached at first use
+                    found = probe.burst()
                 for count in streams:
                     for arrival in arrivals:
                         found |= probe.interrupted(count, arrival)
@@ -95,7 +98,7 @@ def bench_stall(
     metrics = list(dict.fromkeys(metric for _, metric in samples))
     return BenchReport(
         bench="stall",
-        backend=f"{backend} {weights}",
+        backend=served,
         model=text.name,
         threads=usable_cores(),
         rows=tuple(
@@ -121,8 +124,8 @@ def bench_stall(
 class _Probe:
     """Measures one server."""
 
-    def __init__(self, server: Server, load: LoadProcess, text: ModelText) -> None:
-        self._server, self._load, self._text = server, load, text
+    def __init__(self, server: Server, load: LoadProcess, passages: Passages, context: int) -> None:
+        self._server, self._load, self._passages, self._context = server, load, passages, context
 
     def burst(self) -> dict[str, float]:
         """Times to the first token and the rate of requests that come at once."""
@@ -139,7 +142,7 @@ class _Probe:
     def interrupted(self, streams: int, arrival: tuple[int, int]) -> dict[str, float]:
         """The worst gap of streams while prompts arrive, and the worst time to the first token of these."""
         count, tokens = arrival
-        room = self._text.config.max_position_embeddings - STREAM_PROMPT
+        room = self._context - STREAM_PROMPT
         shots = [self._shot(STREAM_PROMPT, room, seed) for seed in range(streams)]
         shots += [self._shot(tokens, ARRIVAL_TOKENS, seed) for seed in range(count)]
         log = self._run("interrupt", shots, clients=streams)
@@ -156,7 +159,7 @@ class _Probe:
         }
 
     def _shot(self, tokens: int, new_tokens: int, seed: int) -> Shot:
-        ids = exact_prompt(self._text, tokens, seed=seed)
+        ids = self._passages.exact(tokens, seed=seed)
         return Shot("native", body("native", ids, new_tokens, self._server.model_id))
 
     def _run(self, mode: Mode, shots: list[Shot], *, clients: int) -> Log:

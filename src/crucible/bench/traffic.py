@@ -36,27 +36,41 @@ class Prompt:
     ids: tuple[int, ...]
 
 
-def prompts(model: ModelText, count: int, longest: int, *, seed: int = 0) -> list[Prompt]:
-    """Passages of the text that ships, from SHORTEST_PROMPT to `longest` tokens long, as many short as long ones.
+class Passages:
+    """Prompts from the text that ships, the same for a model and a seed."""
 
-    Raises:
-        BenchError: `longest` is too little, or more than the text has.
-    """
-    if longest < SHORTEST_PROMPT:
-        raise BenchError(f"the longest prompt must have at least {SHORTEST_PROMPT} tokens, not {longest}")
-    ids, rng = _text_ids(model), random.Random(seed)
-    if longest > len(ids):
-        raise BenchError(f"the text that ships has {len(ids)} tokens, less than a prompt of {longest}")
-    return [_passage(model, ids, rng, rng.randint(SHORTEST_PROMPT, longest)) for _ in range(count)]
+    def __init__(self, model: ModelText) -> None:
+        self._model = model
+        text = b"\n\n".join(document.utf8 for document in documents("demo"))[:_TEXT_BYTES]
+        self._ids = model.tokenizer.encode(text.decode("utf-8", errors="ignore"))
 
+    def prompts(self, count: int, longest: int, *, seed: int = 0) -> list[Prompt]:
+        """Prompts of SHORTEST_PROMPT to `longest` tokens, as many short as long ones.
 
-def exact_prompt(model: ModelText, length: int, *, seed: int = 0) -> list[int]:
-    """Ids of that many tokens of the text that ships. Raises BenchError: it has not so many."""
-    ids, rng = _text_ids(model), random.Random(seed)
-    if not 1 <= length <= len(ids):
-        raise BenchError(f"a prompt must have from 1 to {len(ids)} tokens, not {length}")
-    start = rng.randint(0, len(ids) - length)
-    return ids[start : start + length]
+        Raises:
+            BenchError: `longest` is too little, or more than the text has.
+        """
+        if not SHORTEST_PROMPT <= longest <= len(self._ids):
+            raise BenchError(f"the longest prompt must have from {SHORTEST_PROMPT} to {len(self._ids)} tokens")
+        rng = random.Random(seed)
+        return [self._prompt(rng, rng.randint(SHORTEST_PROMPT, longest)) for _ in range(count)]
+
+    def exact(self, length: int, *, seed: int = 0) -> list[int]:
+        """Ids of that many tokens. Raises BenchError: the text has not so many."""
+        if not 1 <= length <= len(self._ids):
+            raise BenchError(f"a prompt must have from 1 to {len(self._ids)} tokens, not {length}")
+        start = random.Random(seed).randint(0, len(self._ids) - length)
+        return self._ids[start : start + length]
+
+    def _prompt(self, rng: random.Random, length: int) -> Prompt:
+        start = rng.randint(0, len(self._ids) - length)
+        for end in range(start + length, start, -1):
+            # Cut inside a character, or behind the token with which texts begin, a passage may become longer.
+            text = self._model.tokenizer.decode(self._ids[start:end]).strip("\ufffd")
+            ids = (*self._model.prefix_ids, *self._model.tokenizer.encode(text))
+            if text and len(ids) <= length:
+                return Prompt(text, ids)
+        raise BenchError(f"no passage of the text that ships has at most {length} tokens")
 
 
 def body(endpoint: str, prompt: str | Sequence[int], new_tokens: int, model_id: str, *, streams: bool = True) -> str:
@@ -88,22 +102,6 @@ def poisson(count: int, rate: float, *, seed: int = 0) -> list[float]:
     """Seconds at which that many independent arrivals come, `rate` a second on average."""
     gaps = np.random.default_rng(seed).exponential(1 / rate, size=count)
     return list(np.cumsum(gaps).tolist())
-
-
-def _passage(model: ModelText, ids: Sequence[int], rng: random.Random, length: int) -> Prompt:
-    start = rng.randint(0, len(ids) - length)
-    for end in range(start + length, start, -1):
-        # Cut inside a character, or with a token before it, a passage may encode into more than it was.
-        text = model.tokenizer.decode(ids[start:end]).strip("\ufffd")
-        found = (*model.prefix_ids, *model.tokenizer.encode(text))
-        if len(found) <= length:
-            return Prompt(text, found)
-    raise AssertionError("a single token is no longer than itself")
-
-
-def _text_ids(model: ModelText) -> list[int]:
-    text = b"\n\n".join(document.utf8 for document in documents("demo"))[:_TEXT_BYTES]
-    return model.tokenizer.encode(text.decode("utf-8", errors="ignore"))
 
 
 # ---- figures --------------------------------------------------------------------------------------------------------
