@@ -26,6 +26,7 @@ UNITS: list[tuple[str, Definitions]] = [
     ("rows.cu", {"WEIGHTS": "Int8"}),
     ("attention.cu", {"HEAD_DIM": 64}),
     ("f32.cu", {}),
+    ("probe.cu", {}),
     ("linear.cu", {"WEIGHTS": "Int8", "KIND": "QKV", "CHUNK_STEPS": 8, "NARROW_WARPS": 16, "HEAD_DIM": 64}),
     ("linear.cu", {"WEIGHTS": "Int8", "KIND": "SWIGLU", "CHUNK_STEPS": 8, "NARROW_WARPS": 16}),
     ("linear.cu", {"WEIGHTS": "Int8", "KIND": "RESIDUAL", "CHUNK_STEPS": 8, "NARROW_WARPS": 16}),
@@ -57,8 +58,8 @@ def test_every_kernel_compiles_for_every_architecture_without_spills() -> None:
         spills = dict(re.findall(r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores", log, re.DOTALL))
         assert spills, f"{unit}: the compiler reports nothing: {log}"
         for kernel, spilled in spills.items():
-            # More than 8 heads of 128 on one key/value head take all registers that a thread can have.
-            allowed = 8 if (kernel, unit[1].get("HEAD_DIM")) == ("attend_rows_16", 128) else 0
+            # More than 8 wide heads on one key/value head take all registers that a thread can have.
+            allowed = 8 if kernel == "attend_rows_16" and unit[1].get("HEAD_DIM") in (96, 128) else 0
             assert int(spilled) <= allowed, f"{unit}: {log}"
         assert "warning" not in log, f"{unit}: {log}"
 

@@ -165,9 +165,10 @@ def test_attention_by_rows_and_by_spans(head_dim: int, num_heads: int, num_kv_he
     block = GPU.upload(batch.block)
     address = int(block.handle)
     found = []
-    for name in ("attend_rows_8" if num_heads // num_kv_heads <= 8 else "attend_rows_16", "attend_spans"):
-        by_rows = name != "attend_spans"
-        shared = 8 * (128 + head_dim // 8 * 512) if by_rows else 512 * head_dim
+    by_row = "attend_rows_8" if num_heads // num_kv_heads <= 8 else "attend_rows_16"
+    for name, warps in ((by_row, 8), (by_row, 4), (by_row, 5), ("attend_spans", 4)):
+        by_rows = name == by_row
+        shared = warps * (128 + head_dim // 8 * 512) if by_rows else 512 * head_dim
         kernel = GPU.kernel("attention.cu", name, {"HEAD_DIM": head_dim}, shared_bytes=shared)
         out = GPU.allocate(-(-rows // 128) * 128 * num_heads * head_dim * 2, 0xFF)
         args = (*device, out, address + 4 * batch.pages, i32(num_heads), i32(num_kv_heads), f32(head_dim**-0.5), count)
@@ -175,10 +176,11 @@ def test_attention_by_rows_and_by_spans(head_dim: int, num_heads: int, num_kv_he
             arrays, grid = (batch.position, batch.table), (rows, num_kv_heads, -(-(num_heads // num_kv_heads) // 16))
         else:
             arrays, grid = (batch.items, batch.spans), (batch.num_items, num_kv_heads, 1)
-        GPU.launch(kernel, grid=grid, block=256 if by_rows else 128,
+        GPU.launch(kernel, grid=grid, block=32 * warps,
                    args=(*args, *(address + 4 * at for at in arrays)))  # fmt: skip
         words = GPU.download(out, np.float16, (-(-rows // 128) * 128, num_heads * head_dim))
         found.append(from_a_order(words, rows, num_heads * head_dim).reshape(rows, num_heads, head_dim))
     error = np.abs(found[0] / expected - 1)
     assert error.max() < 3 * OPERAND_BOUND, f"{error.max()} at {np.unravel_index(error.argmax(), error.shape)}"
-    np.testing.assert_array_equal(found[0].view(np.uint16), found[1].view(np.uint16))
+    for other in found[1:]:
+        np.testing.assert_array_equal(other.view(np.uint16), found[0].view(np.uint16))

@@ -332,6 +332,8 @@ def _load(
     weights: Mapping[str, Weight]
     if random is not None:
         name, config = f"random {random}", preset(random)
+        # Nothing was learned about positions either, so there may be more of them.
+        config = config.vary(max_position_embeddings=max(config.max_position_embeddings, positions))
         weights = random_weights(config)
     else:
         loaded = resolve(str(model))

@@ -62,15 +62,18 @@ def step_rate(backend: CudaBackend, requests: int, start: int, rows: int, steps:
     wanted[rows - 1 :: rows] = True
     ids = np.random.default_rng(_SEED).integers(backend.config.vocab_size, size=requests * rows)
     batch = make_batch(ids, spans, wanted, backend.config.group_size)
-    gpu, model, block = backend.gpu, backend.model, backend.gpu.upload(batch.block)
+    gpu, model = backend.gpu, backend.model
+    block = gpu.upload(batch.block)
 
     def queue() -> None:
         model.queue(batch, int(block.handle))
         model.queue_head(batch, int(block.handle), 0, requests)
 
-    graph = gpu.capture(queue)
+    # The graph holds addresses; whoever can replay it has to hold what is there.
+    graph, held = gpu.capture(queue), block
 
     def replay() -> None:
+        assert held is not None
         for _ in range(steps):
             gpu.replay(graph)
 

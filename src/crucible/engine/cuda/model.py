@@ -8,6 +8,7 @@ changes no bit (kernels/linear.cuh). The shape letters are config.py's; M counts
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from crucible.engine.rope import rope_table
 from crucible.hardware import usable_cores
 
 NARROW_ROWS: Final = 64
+NARROW_HEAD_ROWS: Final = 32
+"""The output projection has outputs enough for many tiles of 64 x 64."""
 
 WARP: Final = 32
 MAX_WARPS: Final = 16
@@ -35,7 +38,8 @@ ROW_WARPS: Final = 8
 WARPS_PER_SM: Final = 24
 """Warps of narrow kernels that a multiprocessor surely holds at once: more blocks than these take turns."""
 PAD_ROWS: Final = 128
-ATTEND_ROWS_THREADS: Final = 256
+ATTEND_ROWS_WARPS: Final = (4, 8)
+"""Of a block of attention for one row: few where there are blocks enough, else many."""
 ATTEND_SPANS_THREADS: Final = 128
 MAX_SHARED: Final = 160 * 1024
 
@@ -196,7 +200,7 @@ class TensorModel:
             "embed": gpu.kernel(rows, "embed_rows", row_defs),
             "norm": gpu.kernel(rows, "norm_rows", row_defs),
             "attend_rows": gpu.kernel(
-                attention, f"attend_rows_{halves}", head, shared_bytes=self._attend_rows_shared()
+                attention, f"attend_rows_{halves}", head, shared_bytes=self._attend_rows_shared(max(ATTEND_ROWS_WARPS))
             ),
             "attend_spans": gpu.kernel(
                 attention, "attend_spans", head, shared_bytes=2 * 2 * 64 * self.config.head_dim * 2
@@ -210,8 +214,7 @@ class TensorModel:
                 kernels[f"{name} {wide.name}"] = gpu.kernel(source, wide.name, definitions, shared_bytes=shared)
         return kernels
 
-    def _attend_rows_shared(self) -> int:
-        warps = ATTEND_ROWS_THREADS // WARP
+    def _attend_rows_shared(self, warps: int) -> int:
         return warps * (2 * 16 * 4 + self.config.head_dim // 8 * WARP * 16)
 
     def _upload(self, weights: Mapping[str, Weight]) -> None:
@@ -282,7 +285,9 @@ class TensorModel:
         )  # fmt: skip
         if batch.items < 0:
             grid = rows, config.num_key_value_heads, -(-config.group_size // 16)
-            self._launch("attend_rows", grid, ATTEND_ROWS_THREADS, *attention, *places[:2])
+            warps = ATTEND_ROWS_WARPS[math.prod(grid) < self.gpu.num_sms]
+            shared = self._attend_rows_shared(warps)
+            self._launch("attend_rows", grid, warps * WARP, *attention, *places[:2], shared=shared)
         else:
             grid = batch.num_items, config.num_key_value_heads, 1
             arrays = block + 4 * batch.items, block + 4 * batch.spans
@@ -313,7 +318,7 @@ class TensorModel:
         end = (i32(matrix.num_units), *weight.args, *epilogue, self._saturations, i32(rows))
         if norm is not None:
             self._norm(self._x, 0, norm, rows)
-        if rows > NARROW_ROWS:
+        if rows > (NARROW_HEAD_ROWS if name == "head" else NARROW_ROWS):
             outputs = matrix.num_units * UNIT
             shape = min(WIDE_SHAPES, key=lambda shape: shape.cost(rows, outputs, self.gpu.num_sms))
             self._launch(f"{name} {shape.name}", shape.grid(rows, outputs), shape.threads, operand, *end)

@@ -17,10 +17,10 @@ DEVICE void attend_row(const Heads& heads, const int* position, const int* table
     attend_narrow<HEAD_DIM, HALVES>(heads, row, position[row], heads.pages + table[row], blockIdx.y, blockIdx.z,
                                     shared_memory);
 }
-KERNEL __launch_bounds__(NARROW_WARPS* WARP, 1) attend_rows_8(HEADS_ARGS, const int* position, const int* table) {
+KERNEL __launch_bounds__(MOST_WARPS* WARP, 1) attend_rows_8(HEADS_ARGS, const int* position, const int* table) {
     attend_row<1>(HEADS_VALUE, position, table);
 }
-KERNEL __launch_bounds__(NARROW_WARPS* WARP, 1) attend_rows_16(HEADS_ARGS, const int* position, const int* table) {
+KERNEL __launch_bounds__(MOST_WARPS* WARP, 1) attend_rows_16(HEADS_ARGS, const int* position, const int* table) {
     attend_row<2>(HEADS_VALUE, position, table);
 }
 

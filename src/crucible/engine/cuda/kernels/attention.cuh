@@ -143,22 +143,23 @@ DEVICE void store_out(const Heads& heads, int row, int head, int t, float o0, fl
 
 // ---- one row ------------------------------------------------------------------------------------------------------
 
-constexpr int NARROW_WARPS = 8;
+constexpr int LEAST_WARPS = 4, MOST_WARPS = 8;
 
+// Of each warp.
 template <int DIM>
 struct NarrowShared {
-    float m[NARROW_WARPS][16], l[NARROW_WARPS][16];
-    float4 o[NARROW_WARPS][DIM / 8][WARP];
+    float m[16], l[16];
+    float4 o[DIM / 8][WARP];
 };
 
-// Row `row` at `position`, key/value head `kv_head`, query heads 16 `tile`.. of its group. NARROW_WARPS warps. HALVES is
-// 1 where a group has at most 8 heads.
+// Row `row` at `position`, key/value head `kv_head`, query heads 16 `tile`.. of its group. 4 to 8 warps; with few, more
+// blocks fit a multiprocessor. HALVES is 1 where a group has at most 8 heads.
 template <int DIM, int HALVES>
 DEVICE void attend_narrow(const Heads& heads, int row, int position, const int* table, int kv_head, int tile,
                           char* memory) {
-    constexpr int TILES = DIM / 8, STEPS = DIM / 16, OWN = ceil_div(TILES, NARROW_WARPS);
-    NarrowShared<DIM>& shared = *(NarrowShared<DIM>*)memory;
-    const int warp = warp_id(), lane = lane_id(), group = heads.group();
+    constexpr int TILES = DIM / 8, STEPS = DIM / 16, OWN = ceil_div(TILES, LEAST_WARPS);
+    NarrowShared<DIM>* shared = (NarrowShared<DIM>*)memory;
+    const int warps = blockDim.x / WARP, warp = warp_id(), lane = lane_id(), group = heads.group();
     int rows[2], head[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -170,7 +171,7 @@ DEVICE void attend_narrow(const Heads& heads, int row, int position, const int* 
     load_q<DIM>(heads, rows, head, q);
     const int num_chunks = position / CHUNK + 1;
     float m[HALVES], l[HALVES], o[OWN][2 * HALVES];
-    for (int first = 0; first < num_chunks; first += NARROW_WARPS) {
+    for (int first = 0; first < num_chunks; first += warps) {
         const int chunk = first + warp;
         if (chunk < num_chunks) {
             const int last = position - chunk * CHUNK, limit[2] = {last, last};
@@ -195,20 +196,20 @@ DEVICE void attend_narrow(const Heads& heads, int row, int position, const int* 
 #pragma unroll
             for (int h = 0; h < HALVES; h++)
                 if (lane % 4 == 0) {
-                    shared.m[warp][lane / 4 + 8 * h] = part.m[h];
-                    shared.l[warp][lane / 4 + 8 * h] = part.l[h];
+                    shared[warp].m[lane / 4 + 8 * h] = part.m[h];
+                    shared[warp].l[lane / 4 + 8 * h] = part.l[h];
                 }
 #pragma unroll
             for (int t = 0; t < TILES; t++)
-                shared.o[warp][t][lane] = make_float4(part.o[t][0], part.o[t][1], part.o[t][2], part.o[t][3]);
+                shared[warp].o[t][lane] = make_float4(part.o[t][0], part.o[t][1], part.o[t][2], part.o[t][3]);
         }
         __syncthreads();
         // Each warp merges its own dims.
-        for (int i = 0; i < min(NARROW_WARPS, num_chunks - first); i++) {
+        for (int i = 0; i < min(warps, num_chunks - first); i++) {
             float before[HALVES], now[HALVES];
 #pragma unroll
             for (int h = 0; h < HALVES; h++) {
-                const float mc = shared.m[i][lane / 4 + 8 * h], lc = shared.l[i][lane / 4 + 8 * h];
+                const float mc = shared[i].m[lane / 4 + 8 * h], lc = shared[i].l[lane / 4 + 8 * h];
                 if (first + i == 0)
                     m[h] = mc, l[h] = lc;
                 else
@@ -216,22 +217,22 @@ DEVICE void attend_narrow(const Heads& heads, int row, int position, const int* 
             }
 #pragma unroll
             for (int t = 0; t < OWN; t++) {
-                if (t * NARROW_WARPS + warp >= TILES) continue;
-                const float4 v = shared.o[i][t * NARROW_WARPS + warp][lane];
+                if (t * warps + warp >= TILES) continue;
+                const float4 v = shared[i].o[t * warps + warp][lane];
                 const float oc[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
                 for (int e = 0; e < 2 * HALVES; e++)
                     o[t][e] = first + i == 0 ? oc[e] : join(o[t][e], before[e / 2], oc[e], now[e / 2], true);
             }
         }
-        if (first + NARROW_WARPS < num_chunks) __syncthreads();
+        if (first + warps < num_chunks) __syncthreads();
     }
 #pragma unroll
     for (int t = 0; t < OWN; t++)
 #pragma unroll
         for (int h = 0; h < HALVES; h++)
-            if (t * NARROW_WARPS + warp < TILES && rows[h] >= 0)
-                store_out<DIM>(heads, row, head[h], t * NARROW_WARPS + warp, o[t][2 * h], o[t][2 * h + 1], l[h]);
+            if (t * warps + warp < TILES && rows[h] >= 0)
+                store_out<DIM>(heads, row, head[h], t * warps + warp, o[t][2 * h], o[t][2 * h + 1], l[h]);
 }
 
 // ---- many rows ----------------------------------------------------------------------------------------------------
