@@ -81,7 +81,7 @@ def bench_compat(
     metrics = [f"total@c{count}" for count in clients]
     return BenchReport(
         bench="compat",
-        backend=f"{server.health['backend']} {server.health['weights']}",
+        backend=server.backend,
         model=text.name,
         threads=usable_cores(),
         rows=tuple(
@@ -95,6 +95,7 @@ def bench_compat(
         },
         notes=(_prompt_note(counted, clients[-1]), f"{new_tokens} tokens drawn by each request"),
         load=(before, load_average()),
+        card=server.card,
     )
 
 

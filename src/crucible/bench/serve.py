@@ -119,7 +119,7 @@ def bench_serve(
         samples = interleave(variants, rounds, on_round=on_round)
     return BenchReport(
         bench="serve",
-        backend=f"{server.health['backend']} {server.health['weights']}",
+        backend=server.backend,
         model=text.name,
         threads=usable_cores(),
         rows=_rows(samples),
@@ -131,6 +131,7 @@ def bench_serve(
             "the clients took",
         ),
         load=(before, load_average()),
+        card=server.card,
     )
 
 

@@ -39,6 +39,16 @@ class Server:
     model_id: str
     health: Mapping[str, Any]
 
+    @property
+    def backend(self) -> str:
+        """Backend and weights."""
+        return f"{self.health['backend']} {self.health['weights']}"
+
+    @property
+    def card(self) -> str | None:
+        """The graphics card, if that is what computes."""
+        return str(self.health["device"]) if self.health["backend"] == "cuda" else None
+
     def get(self, path: str) -> Any:
         """A reply in JSON. Raises BenchError: there is none."""
         return _get(self.host, self.port, path)

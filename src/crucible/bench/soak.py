@@ -84,10 +84,8 @@ def bench_soak(
     )
     passages, context = Passages(text), text.config.max_position_embeddings
     rows: list[Row] = []
-    served = ""
     for number, (name, clients, length, options, judge) in enumerate(phases, start=1):
         with serving(model, backend=backend, weights=weights, options=options) as server, LoadProcess() as clientele:
-            served = f"{server.health['backend']} {server.health['weights']}"
             load = _load(passages, context, server.model_id, leaving=LEAVING if name == "mixed" else 0.0, seed=number)
             job = Job(
                 host=server.host,
@@ -107,7 +105,7 @@ def bench_soak(
             on_round(number, len(phases))
     return BenchReport(
         bench="soak",
-        backend=served,
+        backend=server.backend,
         model=text.name,
         threads=usable_cores(),
         rows=tuple(rows),
@@ -117,6 +115,7 @@ def bench_soak(
             "no request failed; after each load all pages were free and no request was left",
         ),
         load=(before, load_average()),
+        card=server.card,
     )
 
 

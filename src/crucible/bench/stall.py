@@ -67,7 +67,8 @@ def bench_stall(
         CrucibleError: there is no such model.
     """
     text, before = resolve_text(model), load_average()
-    passages, context, served = Passages(text), text.config.max_position_embeddings, ""
+    passages, context = Passages(text), text.config.max_position_embeddings
+    server: Server | None = None
     settings = [
         (budget, chunk) for budget in budgets for chunk in (*(chunk for chunk in chunks if chunk < budget), budget)
     ]
@@ -81,12 +82,13 @@ def bench_stall(
         options = {"prefill-budget": setting[0], "prefill-chunk": setting[1]}
 
         def measure() -> dict[Key, float]:
-            nonlocal served
+            nonlocal server
             with serving(model, backend=backend, weights=weights, options=options) as server, LoadProcess() as load:
-                served = f"{server.health['backend']} {server.health['weights']}"
                 probe = _Probe(server, load, passages, context)
-                for _ in range(2):  # first for what is compiled or cached at first use
-                    found = probe.burst()
+                # What is compiled or cached at first use must not count.
+                probe.burst()
+                probe.interrupted(streams[0], (1, STREAM_PROMPT))
+                found = probe.burst()
                 for count in streams:
                     for arrival in arrivals:
                         found |= probe.interrupted(count, arrival)
@@ -95,10 +97,11 @@ def bench_stall(
         return measure
 
     samples = interleave({_name(s): variant(s) for s in settings}, rounds, warm_up=0, on_round=on_round)
+    assert server is not None
     metrics = list(dict.fromkeys(metric for _, metric in samples))
     return BenchReport(
         bench="stall",
-        backend=served,
+        backend=server.backend,
         model=text.name,
         threads=usable_cores(),
         rows=tuple(
@@ -118,6 +121,7 @@ def bench_stall(
             f"a burst is {BURST} prompts of {BURST_PROMPT} tokens at once, {BURST_TOKENS} drawn by each",
         ),
         load=(before, load_average()),
+        card=server.card,
     )
 
 
