@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from toy_weights import toy_weights
 
 from crucible.config import ModelConfig, attention_kind
+from crucible.engine.backends import make_backend
 from crucible.engine.quant import (
     CHUNK,
     F16Weight,
     Int8Weight,
     QuantError,
+    balance,
     chunk_size,
     convert,
     dense,
@@ -27,6 +29,7 @@ from crucible.engine.quant import (
     num_chunks,
     quantise,
 )
+from crucible.engine.runner import logits
 
 TINY = 2.0**-126
 LARGEST = float(np.finfo(np.float32).max)
@@ -244,3 +247,64 @@ def test_errors_name_the_format_and_the_tensor() -> None:
     weights["model.layers.1.mlp.up_proj.weight"][3, 4] = np.nan
     with pytest.raises(QuantError, match=r"tensor 'model.layers.1.mlp.up_proj.weight': a weight is not finite"):
         convert(config, weights, "int8")
+
+
+# ---- balance ----------------------------------------------------------------------------------------------------
+
+
+def _skewed(config: ModelConfig) -> dict[str, np.ndarray]:
+    """Toy weights with a norm whose entries differ by powers of ten, and v columns that differ the other way."""
+    weights = dict(toy_weights(config))
+    scales = np.exp(np.random.default_rng(5).normal(0, 1.5, config.hidden_size)).astype(np.float32)
+    for layer in range(config.num_hidden_layers):
+        at = f"model.layers.{layer}."
+        weights[f"{at}input_layernorm.weight"] = weights[f"{at}input_layernorm.weight"] * scales
+        for x in "qkv":
+            weights[f"{at}self_attn.{x}_proj.weight"] = weights[f"{at}self_attn.{x}_proj.weight"] / scales
+    return weights
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_a_balanced_model_computes_the_same_bits_in_f32(norm: str):
+    config = toy(norm=norm)
+    weights = _skewed(config)
+    balanced = balance(config, weights, "int8")
+    changed = [name for name in weights if not np.array_equal(weights[name], balanced[name])]
+    assert {name.split(".", 3)[-1] for name in changed} >= {"self_attn.v_proj.weight", "input_layernorm.weight"}
+    ids = [3, 1, 4, 1, 5, 9, 2, 6]
+    dense_again = {name: dense(weight) for name, weight in balanced.items()}
+    plain, moved = (logits(make_backend("reference", config, each), ids) for each in (weights, dense_again))
+    assert np.array_equal(plain, moved)
+
+
+def test_balancing_brings_small_columns_of_v_nearer_to_their_values():
+    config = toy()
+    weights = _skewed(config)
+    name, norm = "model.layers.0.self_attn.v_proj.weight", "model.layers.0.input_layernorm.weight"
+    held = convert(config, weights, "int8")
+    kept = dense(held[name]) * dense(held[norm])
+    alone = quantise(weights[name]).dequantise() * weights[norm]
+    wanted = weights[name] * weights[norm]
+    assert np.square(kept - wanted).mean() < 0.5 * np.square(alone - wanted).mean()
+
+
+def test_nothing_is_balanced_where_no_norm_is_before_the_projections_or_int8_is_stored():
+    post = toy(norm_placement="post")
+    assert balance(post, weights := toy_weights(post), "int8") == weights
+    config = toy()
+    weights = _skewed(config)
+    assert balance(config, weights, "f16") == weights
+    stored = convert(config, weights, "int8")
+    assert balance(config, stored, "int8") == stored
+    assert convert(config, stored, "int8") == stored
+
+
+def test_columns_of_zeros_stay_as_they_are():
+    config = toy()
+    weights = _skewed(config)
+    for x in "qkv":
+        weights[f"model.layers.0.self_attn.{x}_proj.weight"][:, 3] = 0
+    balanced = balance(config, weights, "int8")
+    norm = "model.layers.0.input_layernorm.weight"
+    assert dense(balanced[norm])[3] == weights[norm][3]
+    assert all(np.isfinite(dense(weight)).all() for weight in balanced.values())

@@ -17,7 +17,16 @@ from crucible.config import ModelConfig
 from crucible.engine.cpu.linear import TILE
 from crucible.engine.cpu.state import F32, Linear, Model
 from crucible.engine.host_backend import check_weights
-from crucible.engine.quant import F16Weight, Weight, WeightFormat, chunk_size, convert, dense, num_chunks
+from crucible.engine.quant import (
+    F16Weight,
+    Weight,
+    WeightFormat,
+    balance,
+    chunk_size,
+    convert_tensor,
+    dense,
+    num_chunks,
+)
 from crucible.engine.reference.positions import alibi_slopes
 from crucible.engine.rope import rope_table
 from crucible.hardware import usable_cores
@@ -99,12 +108,13 @@ class _Packer:
     """Fills `values` with one linear layer after the other, several layers of the model at a time."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], weight_format: WeightFormat) -> None:
-        self.config, self.weights, self.weight_format = config, weights, weight_format
+        self.config, self.weight_format = config, weight_format
+        self.weights = balance(config, weights, weight_format)
         self.values: Values = np.zeros(_num_values(config), dtype=_DTYPES[weight_format])
         self.filled = 0
 
     def converted(self, name: str) -> Weight:
-        return convert(self.config, {name: self.weights[name]}, self.weight_format)[name]
+        return convert_tensor(self.config, name, self.weights[name], self.weight_format)
 
     def linear(self, layers: Sequence[str], names: Sequence[str], *, by_tile: bool = False) -> Linear:
         """One linear layer of all layers: matrices one below the other, or taking turns tile by tile."""
