@@ -153,9 +153,9 @@ RULES = [
         lambda name: within(name, "crucible.engine"),
     ),
     Rule(
-        "serve.openai and serve.anthropic import serve.protocol and not each other",
+        "serve.openai and serve.anthropic import serve.protocol, serve.wire and not each other",
         lambda module: within(module, *ours("serve.openai", "serve.anthropic")),
-        lambda name: within(name, "crucible") and not within(name, "crucible.serve.protocol"),
+        lambda name: within(name, "crucible") and not within(name, *ours("serve.protocol", "serve.wire")),
     ),
     Rule(
         "train, ablate and export never import serve, nor anything that does",

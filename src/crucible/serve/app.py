@@ -23,8 +23,9 @@ from crucible.serve.exchange import respond
 from crucible.serve.native import GENERATE, GENERATE_STREAM, Detokenize, Tokenize
 from crucible.serve.native import refusal as native_refusal
 from crucible.serve.protocol import ApiError, Call, Generate, Surface
-from crucible.serve.reading import read_body, read_json
+from crucible.serve.reading import read_body
 from crucible.serve.service import Service
+from crucible.serve.wire import read_json
 
 _REQUEST_ID: Final = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 _JSON: Final = {"content-type": "application/json"}

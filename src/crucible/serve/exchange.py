@@ -9,10 +9,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,21 +22,12 @@ Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
-_CACHED_TEXTS: Final = 1 << 17
-"""Texts of tokens, of which a vocabulary has so many or fewer."""
-
 _STREAM_HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-store",
     "x-accel-buffering": "no",  # nginx would hold events back
 }
 _log: Final = logging.getLogger(__name__)
-
-
-@lru_cache(_CACHED_TEXTS)
-def json_text(text: str) -> bytes:
-    """A text as a JSON string. Surfaces write the texts of tokens by this: the same few come again and again."""
-    return msgspec.json.encode(text)
 
 
 async def respond(surface: Surface, request: Request, service: Service, max_body_bytes: int) -> Response:

@@ -12,9 +12,8 @@ from typing import Any, Final
 
 import msgspec
 
-from crucible.serve.exchange import json_text
 from crucible.serve.protocol import ApiError, Burst, Call, Choice, End, Generate, Reply, Served, TokenChance, TokenScore
-from crucible.serve.reading import read_json
+from crucible.serve.wire import json_text, read_json
 
 
 class Tokenize(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

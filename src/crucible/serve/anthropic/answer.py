@@ -9,8 +9,8 @@ from typing import Any, Final
 import msgspec
 
 from crucible.serve.anthropic.errors import envelope
-from crucible.serve.exchange import json_text
 from crucible.serve.protocol import ApiError, Burst, Choice, End, Served
+from crucible.serve.wire import json_text
 
 
 class MessageAnswer:

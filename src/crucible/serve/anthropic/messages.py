@@ -10,7 +10,7 @@ from crucible.serve.anthropic import errors
 from crucible.serve.anthropic.answer import MessageAnswer
 from crucible.serve.anthropic.requests import Conversation, MessagesRequest, check, conversation, generate
 from crucible.serve.protocol import ApiError, Call, Generate, Reply, Served
-from crucible.serve.reading import read_json
+from crucible.serve.wire import read_json
 
 
 class Messages:

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import msgspec
 
-from crucible.serve.exchange import json_text
 from crucible.serve.openai.errors import envelope
 from crucible.serve.openai.requests import Request, StreamOptions
 from crucible.serve.protocol import ApiError, Burst, Choice, End, Served, TokenScore
+from crucible.serve.wire import json_text
 
 _DONE: Final = b"data: [DONE]\n\n"
 _MARK: Final = "\0"

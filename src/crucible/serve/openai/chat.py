@@ -10,7 +10,7 @@ from crucible.serve.openai.errors import Refusing
 from crucible.serve.openai.logprobs import content
 from crucible.serve.openai.requests import Request, Unsupported, check, generate
 from crucible.serve.protocol import ApiError, Burst, Call, Choice, Reply, Served, TokenScore
-from crucible.serve.reading import read_json
+from crucible.serve.wire import read_json
 
 
 class ChatRequest(Request, kw_only=True, forbid_unknown_fields=True):

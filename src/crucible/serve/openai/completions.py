@@ -11,7 +11,7 @@ from crucible.serve.openai.errors import Refusing
 from crucible.serve.openai.logprobs import Row, TokenTable, columns
 from crucible.serve.openai.requests import Request, Unsupported, check, generate
 from crucible.serve.protocol import ApiError, Burst, Call, Choice, Reply, Served, TokenChance, TokenScore
-from crucible.serve.reading import read_json
+from crucible.serve.wire import read_json
 
 _UNSUPPORTED: Final[Unsupported] = {"suffix": ([""], "the model was not trained to fill in text before one")}
 
