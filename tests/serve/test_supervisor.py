@@ -47,6 +47,7 @@ def tamper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
 
 SLOW_STEPS = """
     import sys, time
+    from pathlib import Path
     if "crucible.serve.worker" in sys.orig_argv:
         from crucible.engine.null import NullBackend
         submit = NullBackend.submit
@@ -203,18 +204,19 @@ def test_a_receiver_that_fails_costs_the_others_nothing(model: Path) -> None:
 
 @pytest.mark.parametrize("how", ["killed", "frozen", "failing"])
 def test_an_engine_that_stops_loses_each_request_once_and_another_takes_over(
-    model: Path, tamper: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, how: str
+    model: Path, tamper: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    fails = "assert len(plan.segments) < 40, 'as planned by a test'; " if how == "failing" else ""
-    tamper(SLOW.replace("time.sleep", f"{fails}time.sleep"))
+    flag = tmp_path / "failing"
+    tamper(SLOW.replace("time.sleep", f"assert not Path({str(flag)!r}).exists(), 'as a test wants it'; time.sleep"))
     monkeypatch.setattr(module, "_FIRST_PAUSE", 0.3)
 
     async def main() -> None:
-        async with supervised(model, ping_deadline=0.5 if how == "frozen" else 30) as supervisor:
+        async with supervised(model, ping_deadline=0.5 if how == "frozen" else 30, max_batch=200) as supervisor:
             pid = supervisor.engine_pid
             assert pid is not None
-            accounts = [submit(supervisor, **LONG)[1] for _ in range(30)]
-            await until(lambda: all(account.ids for account in accounts))
+            accounts = [submit(supervisor, **LONG)[1] for _ in range(300)]
+            await until(lambda: sum(len(account.ids) > 1 for account in accounts) == 200)
+            assert (supervisor.in_flight, supervisor.stats.running, supervisor.stats.waiting) == (300, 200, 100)
             began = time.monotonic()
             match how:
                 case "killed":
@@ -222,10 +224,11 @@ def test_an_engine_that_stops_loses_each_request_once_and_another_takes_over(
                 case "frozen":
                     os.kill(pid, signal.SIGSTOP)
                 case _:
-                    accounts += [submit(supervisor, **LONG)[1] for _ in range(30)]
+                    flag.touch()
             for account in accounts:
                 await account.wait()
             assert time.monotonic() - began < 5
+            flag.unlink(missing_ok=True)
             words = {"killed": "was killed by SIGKILL", "frozen": "did not answer for 0.5 seconds"}
             for account in accounts:
                 assert account.error is not None
@@ -333,16 +336,16 @@ def test_a_model_that_cannot_be_had_is_told_in_the_engines_words(tmp_path: Path)
 
 def test_a_process_that_ends_while_it_starts_is_not_started_again(model: Path, tamper: Callable[[str], None]) -> None:
     tamper(AT_START.format(action="os._exit(3)"))
-    assert failed_start(model)[0] == "the engine ended with status 3 while it was starting"
+    assert failed_start(model)[0] == "the engine ended with status 3"
     tamper("import os, sys\nif 'crucible.serve.worker' in sys.orig_argv: os._exit(4)")
-    assert failed_start(model)[0] == "the engine ended with status 4 while it was starting"
+    assert failed_start(model)[0] == "the engine ended with status 4"
 
 
 def test_a_start_has_a_deadline(model: Path, tamper: Callable[[str], None]) -> None:
     tamper(AT_START.format(action="time.sleep(60)"))
     began = time.monotonic()
     error, _ = failed_start(model, startup_deadline=0.5)
-    assert error == "the engine was not ready within 0.5 seconds while it was starting"
+    assert error == "the engine was not ready within 0.5 seconds"
     assert time.monotonic() - began < 2
 
 
@@ -381,6 +384,26 @@ def test_a_model_that_is_gone_at_the_restart_ends_the_attempts(tmp_path: Path) -
             assert supervisor.restarts == 1
 
     asyncio.run(main())
+
+
+def test_what_does_not_fit_memory_is_told(model: Path) -> None:
+    async def main() -> None:
+        with pytest.raises(CrucibleError, match=r"^out of memory; fewer kv_pages or a smaller max_batch takes less: "):
+            async with supervised(model, backend="reference", kv_pages=2**36):
+                pass
+
+    asyncio.run(main())
+
+
+def test_a_temporary_folder_whose_name_is_too_long_for_a_socket_is_named(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    error, _ = failed_start(model)
+    assert error == f"the engine has no process: {folder} is too long a path for a socket; set TMPDIR to a shorter one"
+    assert list(folder.iterdir()) == []
 
 
 def test_progress_is_told_while_it_starts(model: Path) -> None:

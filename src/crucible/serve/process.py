@@ -42,7 +42,10 @@ class EngineProcess:
             undo.callback(self._remove_folder)
             self._context = zmq.Context[zmq.Socket[bytes]]()
             undo.callback(self._context.destroy)
-            address = f"ipc://{self._folder / 'engine'}"
+            path = self._folder / "engine"
+            if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
+                raise OSError(f"{self._folder.parent} is too long a path for a socket; set TMPDIR to a shorter one")
+            address = f"ipc://{path}"
             self._channel: Channel[ToEngine, FromEngine] = listen(self._context, address)
             # The write end of its standard input is held here and by nobody else: it ends when this process does.
             self._process = subprocess.Popen(
@@ -113,6 +116,7 @@ class EngineProcess:
 
 def _in_words(status: int) -> str:
     """How a process ended."""
-    if status < 0:
-        return f"was killed by {signal.Signals(-status).name}"
-    return f"ended with status {status}"
+    if status >= 0:
+        return f"ended with status {status}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was killed by {names.get(-status, f'signal {-status}')}"

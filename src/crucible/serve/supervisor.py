@@ -313,7 +313,7 @@ class Supervisor:
     def _is_down(self, why: str) -> None:
         """Tell everyone who waits. No effect the second time."""
         if self.state == "starting":
-            self._fail(f"the engine {why} while it was starting")
+            self._fail(f"the engine {why}")
             return
         if self.state == "ready" and asyncio.get_running_loop().time() - self._ready_at >= _HEALTHY_AFTER:
             self._pause = _FIRST_PAUSE

@@ -85,6 +85,9 @@ def _run(channel: _Parent, began: float) -> None:
     except CrucibleError as error:
         channel.send(Failed(str(error)))
         return
+    except MemoryError as error:
+        channel.send(Failed(f"out of memory; fewer kv_pages or a smaller max_batch takes less: {error}"))
+        return
     channel.send(ready)
     _serve(channel, engine)
 
