@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from toy_weights import toy_weights
 
 from crucible import models
 from crucible.engine.artifact import ArtifactError, Generation
-from crucible.models import gguf_path, read_chat_template, resolve
+from crucible.models import ModelText, gguf_path, read_chat_template, resolve, resolve_text
 from crucible.tokenizer import TokenizerError
 
 
@@ -48,6 +49,23 @@ def test_an_artifact_comes_whole(folder: Path) -> None:
     assert model.generation == Generation(eot_id, (eot_id,), eot_id)
     assert (model.chat_template, dict(model.special_tokens), model.prefix_ids) == (None, {}, ())
     assert model.tokenizer.vocab_size == VOCAB_SIZE
+
+
+def test_all_but_the_weights_needs_no_weights(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    whole = resolve(folder)
+    (folder / "model.safetensors").unlink()
+    text = resolve_text(folder)
+    assert type(text) is ModelText
+    for entry in dataclasses.fields(ModelText):
+        if entry.name != "tokenizer":
+            assert getattr(text, entry.name) == getattr(whole, entry.name)
+    assert text.tokenizer.sha256 == whole.tokenizer.sha256
+    with pytest.raises(ArtifactError, match=r"model\.safetensors"):
+        resolve(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ArtifactError, match=r"config\.json: no such file"):
+        resolve_text(folder)
 
 
 def test_a_path_may_be_text_relative_or_of_the_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
