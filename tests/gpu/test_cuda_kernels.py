@@ -11,7 +11,7 @@ import pytest
 from cuda_models import GPU, assert_same_bits
 
 from crucible.engine.cuda.batch import make_batch
-from crucible.engine.cuda.model import MAX_SHARED, WIDE_SHAPES, Resident
+from crucible.engine.cuda.model import WIDE_SHAPES, Resident, narrow_shared
 from crucible.engine.cuda.weights import pack
 from crucible.engine.host_backend import Span
 from crucible.engine.quant import F16Weight, Int8Weight, halve, quantise
@@ -66,7 +66,7 @@ def linear(weight: Int8Weight | F16Weight, chunk: int, x_MK: F16, shape: str) ->
         "NARROW_WARPS": 16,
     }
     wide = next((wide for wide in WIDE_SHAPES if wide.name == shape), None)
-    most_shared = MAX_SHARED if wide is None else wide.shared_bytes("int8" if is_int8 else "f16")
+    most_shared = narrow_shared(16, 4) if wide is None else wide.shared_bytes("int8" if is_int8 else "f16")
     kernel = GPU.kernel("linear.cu", shape, definitions, shared_bytes=most_shared)
     rows, width = len(x_MK), matrix.num_units * 16
     out, count = GPU.upload(np.full((rows, width), np.nan, dtype=np.float32)), GPU.allocate(16, 0)
@@ -77,7 +77,7 @@ def linear(weight: Int8Weight | F16Weight, chunk: int, x_MK: F16, shape: str) ->
     else:
         tiles = int(shape[-1])
         warps = max(tiles, min(16, matrix.chunks))
-        shared = 2 * warps * (tiles * 1024 + 64)
+        shared = narrow_shared(warps, tiles)
         # Two units to each block, as far as they go.
         GPU.launch(kernel, grid=(-(-matrix.num_units // 2),), block=warps * 32, args=args, shared_bytes=shared)
     return GPU.download(out, np.float32, (rows, width))[:, : weight.shape[0]]

@@ -99,6 +99,7 @@ class CudaBackend(HostBackend):
                 cache.fill(np.float16(np.clip(value, -65504, 65504)), stream=self.gpu.stream)
 
     def _forward(self, ids_M: Ids, spans: Sequence[Span], wanted_M: npt.NDArray[np.bool_]) -> F32:
+        self.gpu.use()
         parts = list(cut(spans, MAX_ROWS))
         if len(parts) == 1 and np.count_nonzero(wanted_M) <= MAX_LOGITS:
             # Read before the next step comes, so there is no need to move them.

@@ -48,6 +48,7 @@ class Gpu:
         arch: what kernels are compiled for, `sm_90a`.
         num_sms: multiprocessors.
         name: of the card.
+        max_shared: bytes of shared memory that a block can have.
         has_overlap: whether a kernel can start while the one before it still runs.
         stream: of cuda-core.
     """
@@ -55,6 +56,7 @@ class Gpu:
     arch: str
     num_sms: int
     name: str
+    max_shared: int
     has_overlap: bool
     _core: Any
     _device: Any
@@ -86,14 +88,31 @@ class Gpu:
             )
         arch = f"sm_{capability.major}{capability.minor}" + ("a" if capability.major in (9, 10) else "")
         stream = device.create_stream()
-        sms = device.properties.multiprocessor_count
-        return cls(arch, sms, device.name, capability.major >= 9, core, device, stream, stream)
+        properties = device.properties
+        return cls(
+            arch=arch,
+            num_sms=properties.multiprocessor_count,
+            name=device.name,
+            max_shared=properties.max_shared_memory_per_block_optin,
+            has_overlap=capability.major >= 9,
+            _core=core,
+            _device=device,
+            stream=stream,
+            _queue=stream,
+        )
+
+    def use(self) -> None:
+        """Make the device the current one of the calling thread, as it is of the one that opened it."""
+        self._device.set_current()
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def allocate(self, num_bytes: int, fill: int | None = None) -> Any:
-        """Device memory; every byte `fill` if given."""
-        buffer = self._device.allocate(max(16, num_bytes), stream=self.stream)
+        """Device memory; every byte `fill` if given. Raises CudaError: there is not as much."""
+        try:
+            buffer = self._device.allocate(max(16, num_bytes), stream=self.stream)
+        except Exception as error:  # cuda-core's own class
+            raise CudaError(f"{self.name} has no {num_bytes:,} bytes of memory left: {error}") from None
         if fill is not None:
             buffer.fill(np.uint8(fill), stream=self.stream)
         return buffer

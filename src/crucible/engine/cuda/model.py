@@ -26,6 +26,8 @@ from crucible.engine.quant import CHUNK, Weight, WeightFormat, chunk_size, dense
 from crucible.engine.rope import rope_table
 from crucible.hardware import usable_cores
 
+NARROW_TILES: Final = (1, 2, 4)
+"""Tiles of 16 rows that there are narrow kernels for."""
 NARROW_ROWS: Final = 64
 NARROW_HEAD_ROWS: Final = 32
 """The output projection has outputs enough for many tiles of 64 x 64."""
@@ -41,7 +43,6 @@ PAD_ROWS: Final = 128
 ATTEND_ROWS_WARPS: Final = (4, 8)
 """Of a block of attention for one row: few where there are blocks enough, else many."""
 ATTEND_SPANS_THREADS: Final = 128
-MAX_SHARED: Final = 160 * 1024
 
 i32, f32 = np.int32, np.float32
 
@@ -57,6 +58,7 @@ class WideShape:
 
     @property
     def name(self) -> str:
+        """Of its kernel."""
         return f"wide_{self.rows}x{self.outputs}"
 
     def shared_bytes(self, weight_format: WeightFormat) -> int:
@@ -70,6 +72,11 @@ class WideShape:
         """Time, in no unit."""
         x, y = self.grid(rows, outputs)
         return -(-x * y // num_sms) * self.rows * self.outputs / self.speed
+
+
+def narrow_shared(warps: int, tiles: int) -> int:
+    """Bytes of shared memory of a narrow block."""
+    return 2 * warps * (tiles * 1024 + 64)
 
 
 WIDE_SHAPES: Final = (WideShape(128, 128, 256, 1.0), WideShape(64, 64, 128, 0.97))
@@ -150,6 +157,7 @@ class TensorModel:
     ) -> None:
         self.gpu, self.config, self._format = gpu, config, weight_format
         self._o_chunk = chunk_size(config, "model.layers.0.self_attn.o_proj.weight")
+        self._wide_shapes = [shape for shape in WIDE_SHAPES if shape.shared_bytes(weight_format) <= gpu.max_shared]
         self._kernels = self._compile()
         self._upload(weights)
         cos, sin = rope_table(config)
@@ -207,9 +215,12 @@ class TensorModel:
             ),
         }
         for name, (source, definitions) in zip(("qkv", "mlp_in", "mlp_out", "head", "o"), linears, strict=True):
-            for narrow in ("narrow_1", "narrow_2", "narrow_4"):
-                kernels[f"{name} {narrow}"] = gpu.kernel(source, narrow, definitions, shared_bytes=MAX_SHARED)
-            for wide in WIDE_SHAPES:
+            for tiles in NARROW_TILES:
+                shared = min(gpu.max_shared, narrow_shared(MAX_WARPS, tiles))
+                kernels[f"{name} narrow_{tiles}"] = gpu.kernel(
+                    source, f"narrow_{tiles}", definitions, shared_bytes=shared
+                )
+            for wide in self._wide_shapes:
                 shared = wide.shared_bytes(self._format)
                 kernels[f"{name} {wide.name}"] = gpu.kernel(source, wide.name, definitions, shared_bytes=shared)
         return kernels
@@ -320,13 +331,15 @@ class TensorModel:
             self._norm(self._x, 0, norm, rows)
         if rows > (NARROW_HEAD_ROWS if name == "head" else NARROW_ROWS):
             outputs = matrix.num_units * UNIT
-            shape = min(WIDE_SHAPES, key=lambda shape: shape.cost(rows, outputs, self.gpu.num_sms))
+            shape = min(self._wide_shapes, key=lambda shape: shape.cost(rows, outputs, self.gpu.num_sms))
             self._launch(f"{name} {shape.name}", shape.grid(rows, outputs), shape.threads, operand, *end)
             return
-        tiles = 1 if rows <= 16 else 2 if rows <= 32 else 4
-        warps = max(tiles, min(HEAD_WARPS if name == "head" else MAX_WARPS, matrix.chunks))
-        shared = 2 * warps * (tiles * 1024 + 64)
+        tiles = next(tiles for tiles in NARROW_TILES if rows <= tiles * 16)
+        warps = min(HEAD_WARPS if name == "head" else MAX_WARPS, matrix.chunks)
+        # A warp joins the chunks of each tile.
+        warps = max(tiles, min(warps, self.gpu.max_shared // narrow_shared(1, tiles)))
         grid = (min(matrix.num_units, self.gpu.num_sms * max(1, WARPS_PER_SM // warps)),)
+        shared = narrow_shared(warps, tiles)
         self._launch(f"{name} narrow_{tiles}", grid, warps * WARP, operand, *end, shared=shared)
 
     def _norm(self, source: Any, index: Any, weight: Any, rows: int) -> None:

@@ -1,6 +1,6 @@
-// What becomes of a linear layer's results. A *unit* is 16 rows x 16 outputs: two tiles of 8 outputs, y[tile][c], c as a
-// lane of mma.sync holds C. The order of outputs within a matrix is chosen (engine/cuda/weights.py) so that what belongs
-// together meets in one lane: gate and up of one element, and both elements of a pair that RoPE turns.
+// What becomes of a linear layer's results. A *unit* is 16 rows x 16 outputs: two tiles of 8 outputs, y[tile][c], c as
+// a lane of mma.sync holds C. The order of outputs within a matrix is chosen (engine/cuda/weights.py) so that what
+// belongs together meets in one lane: gate and up of one element, and both elements of a pair that RoPE turns.
 //
 // `begin` loads what a unit needs besides, early; `finish` takes the unit. Rows from `num_rows` on are padding.
 #pragma once
@@ -23,7 +23,9 @@ struct Residual {
     int num_rows;
     float2 old[2][2], b[2];
 
-    DEVICE float2* at(int row, int unit, int t) { return (float2*)(x + (size_t)row * width + unit * 16 + t * 8 + column()); }
+    DEVICE float2* at(int row, int unit, int t) {
+        return (float2*)(x + (size_t)row * width + unit * 16 + t * 8 + column());
+    }
     DEVICE void begin(int tile, int unit) {
         RowPair rows(tile);
         for (int t = 0; t < 2; t++) {

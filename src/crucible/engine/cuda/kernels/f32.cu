@@ -19,8 +19,8 @@ KERNEL norm_f32(const float* x, const int* index, const float* weight, int width
 }
 
 // out = x W^T + bias, or out = out + (x W^T + bias). Grid [N / THREADS, M / F32_ROWS].
-KERNEL __launch_bounds__(THREADS) linear_rows_f32(const float* x, const float* weight, const float* bias, int k, int n, int chunk,
-                                                  int add, int num_rows, float* out) {
+KERNEL __launch_bounds__(THREADS) linear_rows_f32(const float* x, const float* weight, const float* bias, int k, int n,
+                                                  int chunk, int add, int num_rows, float* out) {
     const int column = blockIdx.x * THREADS + threadIdx.x, row = blockIdx.y * F32_ROWS;
     if (column >= n) return;
     float y[F32_ROWS];
@@ -32,9 +32,10 @@ KERNEL __launch_bounds__(THREADS) linear_rows_f32(const float* x, const float* w
     }
 }
 
-// RoPE on q and k of qkv [M, (H + 2 G) dim]; q stays, turned, k and v go to the cache. Grid [M, H + 2 G], dim / 2 threads.
-KERNEL place_f32(float* qkv, const int* position, const int* table, const int* pages, const float* cos, const float* sin,
-                 int num_heads, int num_kv_heads, int dim, float* keys, float* values) {
+// RoPE on q and k of qkv [M, (H + 2 G) dim]; q stays, turned, k and v go to the cache. Grid [M, H + 2 G], dim / 2
+// threads.
+KERNEL place_f32(float* qkv, const int* position, const int* table, const int* pages, const float* cos,
+                 const float* sin, int num_heads, int num_kv_heads, int dim, float* keys, float* values) {
     const int row = blockIdx.x, head = blockIdx.y, i = threadIdx.x, half = dim / 2, p = position[row];
     float* at = qkv + ((size_t)row * gridDim.y + head) * dim;
     float a = at[i], b = at[i + half];
@@ -55,8 +56,9 @@ KERNEL attend_rows_f32(const float* qkv, const float* keys, const float* values,
     __shared__ float p[F32_CHUNK];
     const int row = blockIdx.x, head = blockIdx.y;
     const float* q = qkv + ((size_t)row * (num_heads + 2 * num_kv_heads) + head) * dim;
-    attend_f32(q, keys, values, pages + table[row], position[row], head / (num_heads / num_kv_heads), num_kv_heads, dim, scale,
-               p, out + ((size_t)row * num_heads + head) * dim);
+    const int kv_head = head / (num_heads / num_kv_heads);
+    attend_f32(q, keys, values, pages + table[row], position[row], kv_head, num_kv_heads, dim, scale, p,
+               out + ((size_t)row * num_heads + head) * dim);
 }
 
 // silu(gate) * up of [M, 2 F], gates first.

@@ -14,7 +14,8 @@ DEVICE void linear_f32(const float* x, const float* weight, int k_total, int n_t
         for (int k = first; k < end; k++) {
             const float w = weight[(size_t)k * n_total + n];
 #pragma unroll
-            for (int i = 0; i < F32_ROWS; i++) c[i] = __fmaf_rn(w, x[(size_t)min(row + i, num_rows - 1) * k_total + k], c[i]);
+            for (int i = 0; i < F32_ROWS; i++)
+                c[i] = __fmaf_rn(w, x[(size_t)min(row + i, num_rows - 1) * k_total + k], c[i]);
         }
 #pragma unroll
         for (int i = 0; i < F32_ROWS; i++) y[i] = first == 0 ? c[i] : __fmaf_rn(c[i], 1.0f, y[i]);
@@ -22,8 +23,8 @@ DEVICE void linear_f32(const float* x, const float* weight, int k_total, int n_t
 }
 
 // One (row, query head), by a warp. Pages hold [G][16][dim] per layer.
-DEVICE void attend_f32(const float* q, const float* keys, const float* values, const int* table, int position, int kv_head,
-                       int num_kv_heads, int dim, float scale, float* shared, float* out) {
+DEVICE void attend_f32(const float* q, const float* keys, const float* values, const int* table, int position,
+                       int kv_head, int num_kv_heads, int dim, float scale, float* shared, float* out) {
     const int lane = lane_id();
     auto at = [&](int p) {
         return (((size_t)table[p / F32_PAGE] * num_kv_heads + kv_head) * F32_PAGE + p % F32_PAGE) * dim;

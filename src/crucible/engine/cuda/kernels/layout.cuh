@@ -1,8 +1,8 @@
 // Where operands lie in memory: in the order in which a lane of mma.sync holds them, 16 bytes at a time.
 //
-// Activations [M, K] f16 ("A order"): tiles of 16 rows x 16 k, [M/16][K/16][32 lanes][8]; a lane's 8 halves are its four
-// registers. Rows and k are padded to 16; the padding of k is zero. A result fragment of one layer, two 8-column tiles
-// wide, is already the operand fragment of the next.
+// Activations [M, K] f16 ("A order"): tiles of 16 rows x 16 k, [M/16][K/16][32 lanes][8]; a lane's 8 halves are its
+// four registers. Rows are padded to 16, and what the padding holds does not matter. A result fragment of one layer,
+// two 8-column tiles wide, is already the operand fragment of the next.
 //
 // Weights [N, K] (engine/cuda/weights.py writes them): tiles of 8 outputs, [N/8][K/64][32][16 bytes] for int8 (four
 // steps of 16 k), [N/8][K/32][32][16 bytes] for f16 (two steps). Each natural group of 16 k stays in one instruction:

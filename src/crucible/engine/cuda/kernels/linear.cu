@@ -1,5 +1,6 @@
 // A linear layer in all its shapes. Definitions: WEIGHTS, the format (Int8 or F16); CHUNK_STEPS, 16-k steps per chunk;
-// NARROW_WARPS, the most that a narrow block has; KIND, what becomes of the results (QKV, RESIDUAL, SWIGLU or LOGITS); HEAD_DIM for QKV.
+// NARROW_WARPS, the most that a narrow block has; KIND, what becomes of the results (QKV, RESIDUAL, SWIGLU or LOGITS);
+// HEAD_DIM for QKV.
 //
 //   narrow_1, _2, _4   a unit of 16 outputs per block, for up to 16, 32, 64 rows
 //   wide_128x128, ...  tiles of so many rows and outputs

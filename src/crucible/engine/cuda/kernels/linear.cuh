@@ -18,9 +18,9 @@ struct Matrix {
 
 template <class Format, int CUT_STEPS>
 struct Chunking {
-    static constexpr int SLOTS = ceil_div(CUT_STEPS, 4) * 4;       // steps that a chunk takes in memory
-    static constexpr int GROUPS = SLOTS / Format::GROUP;             // 16-byte groups per lane
-    static DEVICE int row_groups(const Matrix& w) {                  // groups of a row of tiles
+    static constexpr int SLOTS = ceil_div(CUT_STEPS, 4) * 4;  // steps that a chunk takes in memory
+    static constexpr int GROUPS = SLOTS / Format::GROUP;      // 16-byte groups per lane
+    static DEVICE int row_groups(const Matrix& w) {           // groups of a row of tiles
         return (w.chunks - 1) * GROUPS + ceil_div(w.last_steps, 4) * 4 / Format::GROUP;
     }
     static DEVICE int steps_of(const Matrix& w, int chunk) { return chunk == w.chunks - 1 ? w.last_steps : CUT_STEPS; }
@@ -35,8 +35,9 @@ DEVICE float joined(float c, float scale, float y, bool first) { return first ? 
 
 // ---- up to 64 rows ------------------------------------------------------------------------------------------------
 
-// Units blockIdx.x, + gridDim.x, ... of outputs for TILES tiles of 16 rows, the operand in A order. The next weights are
-// on their way while the chunks of this unit are joined. Shared memory: for each warp twice 1 KB per tile and 64 bytes.
+// Units blockIdx.x, + gridDim.x, ... of outputs for TILES tiles of 16 rows, the operand in A order. The next weights
+// are on their way while the chunks of this unit are joined. Shared memory: for each warp twice 1 KB per tile and 64
+// bytes.
 template <class Format, int CUT_STEPS, int TILES, class Epilogue>
 DEVICE void linear_narrow(const Matrix& w, const u16* operand, int num_rows, int num_units, Epilogue epilogue,
                           char* shared) {
@@ -45,8 +46,8 @@ DEVICE void linear_narrow(const Matrix& w, const u16* operand, int num_rows, int
     constexpr int AHEAD = TILES == 1 ? 4 : 8 / TILES;  // steps whose operands are under way at once
     const int row_groups = Cut::row_groups(w);
     const int partials_size = warps * TILES * 2 * WARP;
-    float4* const partials = (float4*)shared;                // [2][warps][TILES][2][32]
-    float4* const scales = partials + 2 * partials_size;     // [2][warps][4]
+    float4* const partials = (float4*)shared;             // [2][warps][TILES][2][32]
+    float4* const scales = partials + 2 * partials_size;  // [2][warps][4]
     uint4 words[2][Cut::GROUPS] = {};
     float4 scale;
 
@@ -112,7 +113,8 @@ DEVICE void linear_narrow(const Matrix& w, const u16* operand, int num_rows, int
         const bool complete = first + warps >= w.chunks;
         const int next_unit = complete ? unit + gridDim.x : unit, next_first = complete ? 0 : first + warps;
         load(next_unit, next_first + warp);
-        // One barrier is enough: who joins is done before it comes to the next one, and two sets of partials take turns.
+        // One barrier is enough: who joins is done before it comes to the next one, and two sets of partials take
+        // turns.
         __syncthreads();
         if (warp < TILES) {
             const int count = min(warps, w.chunks - first);
@@ -184,7 +186,8 @@ DEVICE void linear_wide(const Matrix& w, const u16* a, int block_m, int block_n,
         for (int i = 0; i < ceil_div(B_PIECES, Shape::THREADS); i++) {
             const int piece = i * Shape::THREADS + threadIdx.x, row = piece / (B_GROUPS * WARP);
             if (piece >= B_PIECES) continue;
-            const size_t group = (size_t)min(block_n * Shape::BLOCK_N + row, last_row) * row_groups + iteration * B_GROUPS;
+            const size_t tile = min(block_n * Shape::BLOCK_N + row, last_row);
+            const size_t group = tile * row_groups + iteration * B_GROUPS;
             copy_async(&stage.b[0][0][0] + piece, (const uint4*)w.weights + group * WARP + piece % (B_GROUPS * WARP));
         }
     };

@@ -13,8 +13,8 @@ KERNEL __launch_bounds__(ROW_WARPS* WARP) embed_rows(const int* ids, const void*
     if (row < num_rows) embed_row<WEIGHTS>(weights, scales, n, groups, width, ids[row], x + (size_t)row * width);
 }
 
-// Operand row i is the norm of row index[i], or of row i where there is no index. A block per row; width / 32 + 1 floats
-// of shared memory.
+// Operand row i is the norm of row index[i], or of row i where there is no index. A block per row; width / 32 + 1
+// floats of shared memory.
 KERNEL norm_rows(const float* x, const int* index, const float* weight, int width, float eps, u16* operand,
                  u32* saturations) {
     let_next_start();

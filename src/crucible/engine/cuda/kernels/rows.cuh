@@ -32,7 +32,8 @@ DEVICE void norm_row(const float* x, const float* weight, int width, float eps, 
     const float rstd = rstd_of(sums, ceil_div(width, GRANULE), width, eps);
     auto finish = [&](int k, const float4& v, const float4& g) {
         if (k >= width) return;
-        put(k, make_float4(normed(v.x, rstd, g.x), normed(v.y, rstd, g.y), normed(v.z, rstd, g.z), normed(v.w, rstd, g.w)));
+        put(k, make_float4(normed(v.x, rstd, g.x), normed(v.y, rstd, g.y), normed(v.z, rstd, g.z),
+                           normed(v.w, rstd, g.w)));
     };
 #pragma unroll
     for (int i = 0; i < KEEP; i++) finish(first + i * step, kept[i], gain[i]);
