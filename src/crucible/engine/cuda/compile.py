@@ -64,7 +64,7 @@ def compile_source(source: str, arch: str, definitions: Definitions | None = Non
     """
     definitions = definitions or {}
     options = [*OPTIONS, f"--gpu-architecture={arch}"]
-    options += [f"--define-macro={name}={value}" for name, value in definitions.items()]
+    options += [f"--define-macro={name}={value}" for name, value in sorted(definitions.items())]
     path = cache_folder() / f"{Path(source).stem}-{arch}-{_digest(source, options)}.cubin"
     with suppress(OSError):
         return Cubin(path.read_bytes(), path.with_suffix(".log").read_text())
