@@ -216,9 +216,10 @@ class Connection(asyncio.Protocol):
     async def open(cls, host: str, port: int) -> Connection:
         """Raises LoadError: nobody answers there."""
         try:
-            _, connection = await asyncio.get_running_loop().create_connection(cls, host, port)
-        except OSError as error:
-            raise LoadError(f"http://{host}:{port} cannot be reached: {error}") from None
+            async with asyncio.timeout(ANSWER_SECONDS):
+                _, connection = await asyncio.get_running_loop().create_connection(cls, host, port)
+        except OSError as error:  # TimeoutError is one
+            raise LoadError(f"http://{host}:{port} cannot be reached: {str(error) or 'it does not answer'}") from None
         return connection
 
     @property
@@ -256,14 +257,9 @@ class Connection(asyncio.Protocol):
             on_first: called when the first token has come.
         """
         reply = Reply(endpoint, on_first)
-        loop = asyncio.get_running_loop()
-        if leaves_after is None:
-            timer = loop.call_later(ANSWER_SECONDS, self._give_up)
-        else:
-            timer = loop.call_later(leaves_after, self.leave)
         began = time.perf_counter() if due is None else due
         try:
-            ended = await self._exchange(request, reply)
+            ended = await self._exchange(request, reply, leaves_after)
         except LoadError as error:
             return Outcome(
                 shot=shot,
@@ -275,8 +271,6 @@ class Connection(asyncio.Protocol):
                 error=str(error),
                 has_left=self._has_left,
             )
-        finally:
-            timer.cancel()
         return reply.outcome(shot, began, ended)
 
     async def get(self, request: bytes) -> str:
@@ -288,15 +282,21 @@ class Connection(asyncio.Protocol):
             raise LoadError(f"the server answered {reply.status}: {text[:_SHOWN_LENGTH]}")
         return text
 
-    async def _exchange(self, request: bytes, reply: Reply) -> float:
-        """When the last of the reply came."""
-        self._reply, self._done = reply, asyncio.get_running_loop().create_future()
+    async def _exchange(self, request: bytes, reply: Reply, leaves_after: float | None = None) -> float:
+        """When the last of the reply came. Raises LoadError: it did not all come."""
+        loop = asyncio.get_running_loop()
+        self._reply, self._done = reply, loop.create_future()
+        if leaves_after is None:
+            timer = loop.call_later(ANSWER_SECONDS, self._give_up)
+        else:
+            timer = loop.call_later(leaves_after, self.leave)
         try:
             if self._transport is None or self._transport.is_closing():
                 raise LoadError("the connection is closed")
             self._transport.write(request)
             return await self._done
         finally:
+            timer.cancel()
             self._reply = self._done = None
 
     def leave(self) -> None:
