@@ -22,7 +22,7 @@ from crucible.engine.request import SamplingParams
 from crucible.errors import CrucibleError
 from crucible.models import resolve
 from crucible.serve import supervisor as module
-from crucible.serve.channel import EngineConfig
+from crucible.serve.channel import EngineConfig, Stats
 from crucible.serve.protocol import ApiError
 from crucible.serve.supervisor import Supervisor
 
@@ -180,6 +180,23 @@ def test_requests_that_arrive_during_a_step_share_the_next(model: Path, tamper: 
     asyncio.run(main())
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
+def test_an_engine_without_work_uses_no_processor(model: Path) -> None:
+    async def main() -> None:
+        async with supervised(model, ping_deadline=0.4) as supervisor:  # ten pings a second
+            stat = Path(f"/proc/{supervisor.engine_pid}/stat")
+
+            def ticks() -> int:
+                fields = stat.read_text().rpartition(")")[2].split()
+                return int(fields[11]) + int(fields[12])
+
+            before = ticks()
+            await asyncio.sleep(0.5)
+            assert ticks() - before <= 2, "hundredths of a second"
+
+    asyncio.run(main())
+
+
 def test_a_receiver_that_fails_costs_the_others_nothing(model: Path) -> None:
     class Broken(Account):
         def tokens(self, ids: object, details: object) -> None:
@@ -235,7 +252,7 @@ def test_an_engine_that_stops_loses_each_request_once_and_another_takes_over(
                 assert (account.error.kind, account.error.retry_after) == ("unavailable", 1)
                 assert words.get(how, "ended with status 1") in str(account.error)
             assert supervisor.state == "restarting"
-            assert supervisor.in_flight == 0
+            assert (supervisor.in_flight, supervisor.stats) == (0, Stats())
             with pytest.raises(ApiError, match="the engine is being restarted") as raised:
                 submit(supervisor)
             assert (raised.value.kind, raised.value.retry_after) == ("unavailable", 1)
@@ -499,7 +516,10 @@ asyncio.run(main())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a stopped process outlives its parent")
 @pytest.mark.parametrize("state", ["starting", "ready", "stopped"])
-def test_no_engine_outlives_a_parent_that_is_killed(model: Path, state: str) -> None:
+def test_no_engine_outlives_a_parent_that_is_killed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     when = "starting" if state == "starting" else "ready"
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, str(model), when], stdout=subprocess.PIPE, text=True
@@ -514,3 +534,4 @@ def test_no_engine_outlives_a_parent_that_is_killed(model: Path, state: str) -> 
     while not is_gone(pid):
         assert time.monotonic() < end, "an orphan is left"
         time.sleep(0.01)
+    assert state == "starting" or list(tmp_path.iterdir()) == []

@@ -81,7 +81,7 @@ class Supervisor:
     Attributes:
         state: "failed" means that no engine can be started, for the reason `failure`.
         ready: what the engine says of itself; of the one before while another one is started. None before the first.
-        stats: of the engine's last step. Its counters begin anew with each engine.
+        stats: of the engine's last step; all zero while there is none. Counters begin anew with each engine.
         restarts: engines that were started after the first.
     """
 
@@ -317,7 +317,7 @@ class Supervisor:
             return
         if self.state == "ready" and asyncio.get_running_loop().time() - self._ready_at >= _HEALTHY_AFTER:
             self._pause = _FIRST_PAUSE
-        self.state = "restarting"
+        self.state, self.stats = "restarting", Stats()
         self._set_timer(None)
         error = ApiError("unavailable", f"the engine {why} before it was done", retry_after=math.ceil(self._pause))
         self._lose_all(error)
