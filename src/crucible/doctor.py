@@ -38,7 +38,7 @@ EXTRAS = {
     "train": "crucible train, export and demo",
     "data": "crucible prepare from the Hugging Face hub, .parquet and .zst",
     "cpu": "the fast CPU backend",
-    "cuda": "the CUDA backend that is to come",
+    "cuda": "the CUDA backend",
     "gguf": "quantised .gguf files, smollm2 among them",
     "peers": "crucible bench compare",
     "dev": "make test and make check",
