@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -27,7 +26,15 @@ START_SECONDS: Final = 300.0
 STOP_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.05
 _HOST: Final = "127.0.0.1"
-_PR_SET_PDEATHSIG: Final = 1
+_PROGRAM: Final = """
+import ctypes, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+from crucible.cli import main
+main()
+"""
+"""`crucible`, which on Linux ends also where a benchmark is killed and cannot stop it. Done in the new program and not
+between fork and exec, where a lock that another thread held would never be free again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +76,7 @@ def serving(
     """
     port = _free_port()
     given = {"backend": backend, "weights": weights, "port": port, "model-id": MODEL_ID, **(options or {})}
-    command = [sys.executable, "-m", "crucible.cli", "serve", model]
+    command = [sys.executable, "-c", _PROGRAM, "serve", model]
     command += [text for name, value in given.items() for text in (f"--{name}", str(value))]
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -78,7 +85,6 @@ def serving(
             stdout=subprocess.DEVNULL,
             stderr=errors,
             env={name: value for name, value in os.environ.items() if name != "CRUCIBLE_API_KEY"},
-            preexec_fn=_die_with_parent,
         )
         try:
             yield _ready(process, errors, port)
@@ -118,12 +124,6 @@ def _ready(process: subprocess.Popen[bytes], errors: Any, port: int) -> Server:
             return _server(_HOST, port)
         time.sleep(_POLL_SECONDS)
     raise BenchError(f"the server was not ready within {START_SECONDS:.0f} s: {_end_of(errors)}")
-
-
-def _die_with_parent() -> None:
-    """In the new process: on Linux it ends also where a benchmark is killed and cannot stop it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
