@@ -117,7 +117,8 @@ def test_the_report_has_what_a_reader_looks_for(tmp_path: Path) -> None:
         "5, 6",
         "demo",
         "3.25",
-        "data.name", "prose",
+        "data.name",
+        "prose",
         "model.layers.1.mlp.down_proj.weight",
         "24 x 40",
     ):
