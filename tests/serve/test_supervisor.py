@@ -198,20 +198,34 @@ def test_an_engine_without_work_uses_no_processor(model: Path) -> None:
 
 
 def test_a_receiver_that_fails_costs_the_others_nothing(model: Path) -> None:
-    class Broken(Account):
+    class BrokenAtTokens(Account):
         def tokens(self, ids: object, details: object) -> None:
             raise KeyError(ids)
 
+    class BrokenAtEnd(Account):
+        def end(self, finish: str) -> None:
+            raise KeyError(finish)
+
+        def lost(self, error: ApiError) -> None:
+            raise error
+
     async def main() -> None:
         async with supervised(model) as supervisor:
-            broken = Broken()
+            broken = BrokenAtTokens()
             _, before = submit(supervisor, max_tokens=5)
             supervisor.submit([1, 2], {"max_tokens": 5}, broken)
+            supervisor.submit([1, 2], {"max_tokens": 5}, BrokenAtEnd())
             _, after = submit(supervisor, max_tokens=5)
             assert len((await before.wait()).ids) == len((await after.wait()).ids) == 5
             assert broken.error is not None
             assert broken.error.kind == "internal"
             assert supervisor.in_flight == 0
+            supervisor.submit([1, 2], LONG, BrokenAtEnd())
+            _, last = submit(supervisor, **LONG)
+            assert supervisor.engine_pid is not None
+            os.kill(supervisor.engine_pid, signal.SIGKILL)
+            await until(lambda: supervisor.in_flight == 0)
+            assert last.is_over.is_set()
 
     asyncio.run(main())
 

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 import zmq
 
@@ -48,6 +48,8 @@ _HEALTHY_AFTER: Final = 60.0
 _STOP_SECONDS: Final = 2.0
 
 _log: Final = logging.getLogger(__name__)
+
+_Told = TypeVar("_Told")
 
 
 class Receiver(Protocol):
@@ -218,7 +220,7 @@ class Supervisor:
                 pass
             case Refused(number, text):
                 if (receiver := self._receivers.pop(number, None)) is not None:
-                    receiver.lost(ApiError("invalid", text))
+                    _tell(receiver.lost, ApiError("invalid", text))
             case Loading(stage, done):
                 self._loading(stage, done)
             case Ready():
@@ -241,14 +243,14 @@ class Supervisor:
         for number, finish in step.ends:
             receiver = receivers.pop(number, None)
             if receiver is not None:
-                receiver.end(finish)
+                _tell(receiver.end, finish)
 
     def _drop(self, number: int) -> None:
         """A receiver failed; the others shall have their tokens all the same."""
-        _log.exception("a request is dropped: what came of it could not be taken in")
+        _log.exception("a request is dropped: its receiver failed")
         receiver = self._receivers[number]
         self.cancel(number)
-        receiver.lost(ApiError("internal", "the server failed"))
+        _tell(receiver.lost, ApiError("internal", "the server failed"))
 
     def _loading(self, stage: str, done: float | None) -> None:
         assert self._engine is not None
@@ -330,4 +332,12 @@ class Supervisor:
     def _lose_all(self, error: ApiError) -> None:
         receivers, self._receivers = self._receivers, {}
         for receiver in receivers.values():
-            receiver.lost(error)
+            _tell(receiver.lost, error)
+
+
+def _tell(receive: Callable[[_Told], None], what: _Told) -> None:
+    """The last call of a receiver. If it fails, the others shall be told all the same."""
+    try:
+        receive(what)
+    except Exception:
+        _log.exception("a receiver failed at the end of its request")
