@@ -5,14 +5,52 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import textwrap
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from crucible.serve.channel import Detail, EngineConfig
 from crucible.serve.protocol import ApiError
 from crucible.serve.supervisor import Supervisor
+
+SLOW_STEPS = """
+    import sys, time
+    from pathlib import Path
+    if "crucible.serve.worker" in sys.orig_argv:
+        from crucible.engine.null import NullBackend
+        submit = NullBackend.submit
+        def slow(self, plan):
+            time.sleep({seconds})
+            return submit(self, plan)
+        NullBackend.submit = slow
+"""
+
+SLOW = SLOW_STEPS.format(seconds=0.02)
+
+AT_START = """
+    import os, sys, time
+    if "crucible.serve.worker" in sys.orig_argv:
+        from crucible import models
+        resolve_text = models.resolve_text
+        def tampered(model):
+            {action}
+            return resolve_text(model)
+        models.resolve_text = tampered
+"""
+
+
+def tampering(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A function that lets code run in every Python process that is started, before anything else."""
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+
+    def write(code: str) -> None:
+        (folder / "sitecustomize.py").write_text(textwrap.dedent(code))
+
+    return write
 
 
 class Account:
