@@ -39,6 +39,7 @@ EXTRAS = {
     "data": "crucible prepare from the Hugging Face hub, .parquet and .zst",
     "cpu": "the fast CPU backend",
     "cuda": "the CUDA backend",
+    "serve": "crucible serve",
     "gguf": "quantised .gguf files, smollm2 among them",
     "peers": "crucible bench compare",
     "dev": "make test and make check",
