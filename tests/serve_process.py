@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -90,6 +91,17 @@ def serving(
         process.kill()
         process.wait()
         wait_until_gone(family)
+
+
+def events_of(body: str) -> list[tuple[str, Any]]:
+    """The events of a native or an Anthropic stream, name and data, of which each has both and nothing else."""
+    *events, rest = body.split("\n\n")
+    assert rest == "", "the last event is not complete"
+    found = []
+    for event in events:
+        name, data = event.split("\n")
+        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    return found
 
 
 def _ready_url(server: Server) -> str | None:

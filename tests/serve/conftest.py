@@ -22,6 +22,12 @@ def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whose context is so long that filling it takes many seconds."""
+    return write_toy_artifact(tmp_path_factory.mktemp("serve") / "long", max_position_embeddings=16384)
+
+
+@pytest.fixture(scope="session")
 def server(toy_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that many tests share."""
     log = tmp_path_factory.mktemp("log") / "server.txt"
@@ -34,10 +40,16 @@ def make_server(toy_model: Path, tmp_path: Path) -> Iterator[Callable[..., Serve
     """Makes servers of a test's own; options as on the command line."""
     with ExitStack() as stack:
 
-        def make(*options: str, backend: str = "reference", wait: bool = True, **environment: Any) -> Server:
+        def make(
+            *options: str,
+            model: Path | str = toy_model,
+            backend: str = "reference",
+            wait: bool = True,
+            **environment: Any,
+        ) -> Server:
             log = tmp_path / f"server-{len(list(tmp_path.glob('server-*')))}.txt"
             arguments = ["--backend", backend, *options]
-            return stack.enter_context(serving(toy_model, log, *arguments, wait=wait, **environment))
+            return stack.enter_context(serving(model, log, *arguments, wait=wait, **environment))
 
         yield make
 
