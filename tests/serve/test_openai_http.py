@@ -124,6 +124,12 @@ def test_another_model_does_not_answer(refuse: Any, path: str):
     assert (error["param"], error["code"]) == ("model", "model_not_found")
 
 
+@each_path
+def test_an_alias_is_answered_for_under_the_name_of_the_model(ask: Any, client: httpx.Client, path: str, model_id: str):
+    assert ask(path, model="gpt-4o", max_tokens=1)["model"] == model_id
+    assert client.get("/v1/models/gpt-4o").json()["id"] == model_id
+
+
 # ---- replies ----------------------------------------------------------------------------------------------------
 
 
@@ -359,7 +365,10 @@ def test_values_out_of_range_are_refused_in_the_name_of_their_field(
 
 @each_path
 def test_fields_that_are_not_known_or_not_supported(refuse: Any, path: str):
-    assert refuse(path, frobnicate=1)["param"] == "frobnicate"
+    error = refuse(path, frobnicate=1)
+    assert (error["param"], error["code"]) == ("frobnicate", "unknown_parameter")
+    error = refuse(path, stream=True, stream_options={"frobnicate": True})
+    assert (error["param"], error["code"]) == ("stream_options.frobnicate", "unknown_parameter")
     name, value = ("tools", [{"type": "function"}]) if path == CHAT else ("suffix", "end")
     error = refuse(path, **{name: value})
     assert (error["param"], error["code"]) == (name, "unsupported_parameter")

@@ -365,6 +365,8 @@ INVALID = "invalid_request_error"
     ("error", "status", "kind", "code"),
     [
         (ApiError("invalid", "n", param="n"), 400, INVALID, "invalid_value"),
+        (ApiError("invalid", "n", param="n", code="unknown_field"), 400, INVALID, "unknown_parameter"),
+        (ApiError("invalid", "n", param="n", code="missing_field"), 400, INVALID, "missing_required_parameter"),
         (ApiError("unsupported", "n", param="n"), 400, INVALID, "unsupported_parameter"),
         (ApiError("too_long", "n", param="n"), 400, INVALID, "context_length_exceeded"),
         (ApiError("not_found", "n", code="model_not_found"), 404, INVALID, "model_not_found"),

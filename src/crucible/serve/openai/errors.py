@@ -33,16 +33,20 @@ _CODES: Final[Mapping[ErrorKind, str]] = {
 }
 """Of errors that have none of their own."""
 
+_OPENAI_CODES: Final = {"unknown_field": "unknown_parameter", "missing_field": "missing_required_parameter"}
+"""For codes that OpenAI words in another way."""
+
 
 def envelope(error: ApiError) -> bytes:
     """The JSON that says what is wrong, as a body and as the data of an event."""
+    code = error.code or _CODES[error.kind]
     return msgspec.json.encode(
         {
             "error": {
                 "message": error.message,
                 "type": _TYPES.get(error.kind, _INVALID),
                 "param": error.param,
-                "code": error.code or _CODES[error.kind],
+                "code": _OPENAI_CODES.get(code, code),
             }
         }
     )
