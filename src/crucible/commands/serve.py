@@ -118,6 +118,9 @@ def serve(
         list[str] | None,
         typer.Option(help="Web origin that may call; may be repeated.", show_default="none", rich_help_panel=_ACCESS),
     ] = None,
+    web: Annotated[
+        bool, typer.Option("--web/--no-web", help="The web page at /: a chat, and the service as plots.")
+    ] = True,
 ) -> None:
     """Serve a model over HTTP: a native API, OpenAI's and Anthropic's. Ctrl-C lets requests end first."""
     from crucible.serve.app import AppSettings
@@ -139,6 +142,7 @@ def serve(
             allowed_hosts=tuple(name.lower() for name in allow_host or ()),
             cors_origins=tuple(cors_origin or ()),
             max_body_bytes=max_body_bytes,
+            web=web,
         ),
         model_id=model_id,
         aliases=tuple(alias or ()),
@@ -185,7 +189,7 @@ def _run(settings: object) -> int:
         lines = [
             f"{served.model_id} on {engine.device} ({engine.backend}, {engine.weights}), "
             f"ready in {engine.seconds:.1f} s",
-            f"{url}/v1 for OpenAI's clients, {url} for Anthropic's; try",
+            f"{url}/v1 for OpenAI's clients, {url} for Anthropic's{' and for browsers' if settings.app.web else ''}; try",
             f"  curl {url}/v1/generate -H 'content-type: application/json' "
             '-d \'{"prompt": "Once upon a time", "max_tokens": 32}\'',
         ]

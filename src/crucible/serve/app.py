@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from crucible import __version__
-from crucible.serve import anthropic, openai, security
+from crucible.serve import anthropic, openai, security, web
 from crucible.serve.exchange import respond
 from crucible.serve.native import GENERATE, GENERATE_STREAM, Detokenize, Tokenize
 from crucible.serve.native import refusal as native_refusal
@@ -43,12 +43,14 @@ class AppSettings:
         allowed_hosts: names in Host beside addresses and this machine's own.
         cors_origins: web pages of these origins may call.
         max_body_bytes: of a request.
+        web: the page at `/` is there.
     """
 
     api_key: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 4 << 20
+    web: bool = True
 
 
 def create_app(service: Service, settings: AppSettings) -> FastAPI:
@@ -70,6 +72,8 @@ def create_app(service: Service, settings: AppSettings) -> FastAPI:
     app.add_api_route("/v1/models/{name:path}", _model(service), methods=["GET"])
     app.add_api_route("/health", _health(service), methods=["GET", "HEAD"])
     app.add_api_route("/metrics", _metrics(service), methods=["GET"])
+    if settings.web:
+        web.add_web(app)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_middleware(Gate, service=service, settings=settings)
     if settings.cors_origins:
@@ -124,7 +128,8 @@ class Gate:
 
     def _check(self, request: Request) -> None:
         security.check_host(request.headers, self._settings.allowed_hosts)
-        if request.url.path not in security.PUBLIC_PATHS:
+        path = request.scope["path"]  # not that of request.url, into which Host is pasted
+        if path not in security.PUBLIC_PATHS and not (self._settings.web and path in web.PATHS):
             security.check_key(request.headers, self._settings.api_key)
 
 
