@@ -13,13 +13,13 @@ import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from crucible import __version__
 from crucible.serve import anthropic, openai, security, web
-from crucible.serve.exchange import respond
+from crucible.serve.exchange import GONE, respond
 from crucible.serve.native import GENERATE, GENERATE_STREAM, Detokenize, Tokenize
 from crucible.serve.native import refusal as native_refusal
 from crucible.serve.protocol import ApiError, Call, Generate, Surface
@@ -116,6 +116,8 @@ class Gate:
             await self._app(scope, receive, send_with_ids)
         except ApiError as error:
             await _refused(error, request)(scope, receive, send_with_ids)
+        except ClientDisconnect:  # before its request was complete
+            status = GONE
         except Exception:
             _log.exception("a request failed")
             if status:
@@ -147,6 +149,8 @@ def _refused(error: ApiError, request: Request) -> Response:
     else:
         refuse = native_refusal
     status, headers, body = refuse(error, request.state.request_id)
+    if error.kind == "too_large":
+        headers["connection"] = "close"  # rather than read on to its end
     return Response(body, status, {**_JSON, **headers})
 
 

@@ -27,40 +27,25 @@ _STREAM_HEADERS: Final = {
     "cache-control": "no-store",
     "x-accel-buffering": "no",  # nginx would hold events back
 }
+GONE: Final = 499
+"""The status, seen in metrics alone, of a reply to a client that has left."""
 _log: Final = logging.getLogger(__name__)
 
 
 async def respond(surface: Surface, request: Request, service: Service, max_body_bytes: int) -> Response:
-    """The reply to a request that generates."""
-    try:
-        body = await read_body(request, max_body_bytes)
-        calls, reply = surface.read(body, service.served)
-        prepared = [await service.prepare(call) for call in calls]
-        running = service.start(prepared)
-    except ApiError as error:
-        return refusal(surface, error, request)
+    """The reply to a request that generates. Raises ApiError before the first byte of one, for the application to put
+    into the caller's envelope."""
+    body = await read_body(request, max_body_bytes)
+    calls, reply = surface.read(body, service.served)
+    prepared = [await service.prepare(call) for call in calls]
+    running = service.start(prepared)
     if reply.streams:
         return EventStream(running, reply, [len(one.prompt_ids) for one in prepared])
-    return await _whole(surface, reply, running, request)
-
-
-def refusal(surface: Surface, error: ApiError, request: Request) -> Response:
-    """An error in the envelope of a surface."""
-    status, headers, body = surface.refusal(error, request.state.request_id)
-    if error.kind == "too_large":
-        headers["connection"] = "close"  # rather than read on to its end
-    return Response(body, status, {"content-type": "application/json", **headers})
-
-
-async def _whole(surface: Surface, reply: Reply, running: Running, request: Request) -> Response:
     async with _watched(request.receive, running):
-        try:
-            choices = await collect(running)
-            if choices is None:
-                return Response(status_code=499)  # to nobody
-            return Response(reply.whole(choices), 200, {"content-type": "application/json"})
-        except ApiError as error:
-            return refusal(surface, error, request)
+        choices = await collect(running)
+    if choices is None:
+        return Response(status_code=GONE)
+    return Response(reply.whole(choices), 200, {"content-type": "application/json"})
 
 
 class EventStream(Response):

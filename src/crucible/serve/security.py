@@ -47,7 +47,9 @@ def check_key(headers: Headers, key: str | None) -> None:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     given = [headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""]
     # All are compared, in a time that does not depend on how much of one is right.
-    if not sum(hmac.compare_digest(one.encode(), key.encode()) for one in given):
+    # Bytes as they came: a server reads headers as Latin-1, an environment keeps what is no UTF-8 as surrogates.
+    expected = key.encode(errors="surrogateescape")
+    if not sum(hmac.compare_digest(one.encode("latin-1"), expected) for one in given):
         raise ApiError("authentication", "a valid key is needed, as `Authorization: Bearer` or as `x-api-key`")
 
 

@@ -124,6 +124,7 @@ def _bound_socket(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        listener.listen(_BACKLOG)
     except OSError as error:
         raise CrucibleError(f"cannot listen on {host}, port {port}: {error.strerror or error}") from None
     return listener
