@@ -41,7 +41,7 @@ def main() -> None:
 
 _EXTRAS = {"torch": "train", "datasets": "data", "pyarrow": "data", "zstandard": "data", "numba": "cpu", "gguf": "gguf"}
 _EXTRAS |= dict.fromkeys(
-    ("fastapi", "starlette", "uvicorn", "httptools", "zmq", "msgspec", "prometheus_client"), "serve"
+    ("fastapi", "starlette", "uvicorn", "uvloop", "httptools", "zmq", "msgspec", "prometheus_client"), "serve"
 )
 
 
