@@ -189,7 +189,7 @@ def _run(settings: object) -> int:
         lines = [
             f"{served.model_id} on {engine.device} ({engine.backend}, {engine.weights}), "
             f"ready in {engine.seconds:.1f} s",
-            f"{url}/v1 for OpenAI's clients, {url} for Anthropic's{' and for browsers' if settings.app.web else ''}; try",
+            f"{url}/v1 for OpenAI's clients, {url} for Anthropic's{' and browsers' if settings.app.web else ''}; try",
             f"  curl {url}/v1/generate -H 'content-type: application/json' "
             '-d \'{"prompt": "Once upon a time", "max_tokens": 32}\'',
         ]

@@ -37,6 +37,10 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
+    def json(self) -> dict[str, Any]:
+        """The counts of each bucket, not added up; the last one is of what is above all bounds."""
+        return {"bounds": self._bounds, "counts": self._counts, "sum": self._sum}
+
     def family(self, name: str, text: str) -> HistogramMetricFamily:
         """What Prometheus is told."""
         total, buckets = 0, []
@@ -100,6 +104,11 @@ class Metrics:
             "steps": stats.steps,
             "prefill": {"plans": stats.prefill_plans, "chunks": stats.prefill_chunks, "rows": stats.prefill_rows},
             "decode": {"plans": stats.decode_plans, "rows": stats.decode_rows},
+            "latency": {
+                "first_token": self.first_token_time.json(),
+                "inter_token": self.inter_token_time.json(),
+                "queue": self.queue_time.json(),
+            },
             "restarts": restarts,
             "uptime": time.monotonic() - self.started_at,
         }

@@ -53,9 +53,12 @@ async function checked(response) {
   throw new ApiError(response.status, told?.message ?? `The server answered ${response.status}.`, told?.code);
 }
 
+// What the server last said of itself.
+export let served = {};
+
 export async function health() {
-  const response = await call("health");
-  return response.json();
+  served = await (await call("health")).json();
+  return served;
 }
 
 export async function metrics() {
