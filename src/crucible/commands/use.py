@@ -245,7 +245,12 @@ def evaluate(
     rich_help_panel=PANEL,
     epilog=examples("crucible validate artifacts/demo", "crucible validate smollm2 --backend cpu --weights int8"),
 )
-def validate(model: Annotated[str, _MODEL], backend: Backend = "auto", weights: Weights = "auto") -> None:
+def validate(
+    model: Annotated[str, _MODEL],
+    backend: Backend = "auto",
+    weights: Weights = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="Without the long prompts.")] = False,
+) -> None:
     """Prove on this machine that a request's bits do not depend on its neighbours, chunks or pages."""
     from crucible.engine.backends import default_weight_format, make_backend, resolve_backend
     from crucible.engine.validate import NUM_SLOTS, pages_needed, report
@@ -261,7 +266,7 @@ def validate(model: Annotated[str, _MODEL], backend: Backend = "auto", weights: 
         num_slots=NUM_SLOTS,
         num_pages=pages_needed(loaded.config),
     )
-    is_exact = report(run(made))
+    is_exact = report(run(made, quick=quick))
     # Of backends whose operands are f16: numbers beyond its range, which were cut.
     if saturated := getattr(made, "saturations", 0):
         print(f"{saturated:,} operands were beyond the range of f16: this model needs another backend")

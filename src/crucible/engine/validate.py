@@ -40,6 +40,9 @@ PROMPT_LENGTHS: Final = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 2
 CHUNKS: Final = (1, 7, 16, 37, 64, 100, 256)
 """Prompt tokens per step."""
 
+QUICK_LENGTH: Final = 129
+"""The longest prompt of a quick validation: two chunks of attention and a position."""
+
 MAX_TOKENS: Final = 6
 
 MIN_CONTEXT: Final = 64
@@ -360,19 +363,21 @@ def pages_needed(config: ModelConfig) -> int:
     return sum(-(-(length + MAX_TOKENS) // PAGE_SIZE) for length in _lengths(config))
 
 
-def _lengths(config: ModelConfig) -> list[int]:
-    """Sixteen prompt lengths: those that fit the context, some more than once if need be."""
-    fitting = [length for length in PROMPT_LENGTHS if length + MAX_TOKENS < config.max_position_embeddings]
+def _lengths(config: ModelConfig, longest: int = max(PROMPT_LENGTHS)) -> list[int]:
+    """Sixteen prompt lengths: those that are no longer and fit the context, some more than once if need be."""
+    longest = min(longest, config.max_position_embeddings - MAX_TOKENS - 1)
+    fitting = [length for length in PROMPT_LENGTHS if length <= longest]
     return list(itertools.islice(itertools.cycle(fitting), NUM_SLOTS))
 
 
-def validate(backend: Backend) -> Iterator[Check]:
+def validate(backend: Backend, *, quick: bool = False) -> Iterator[Check]:
     """Make token sequences come again in many ways and compare bits. Ends after the first check with a difference.
 
-    Takes the time of some 15,000 rows, fewer where the context is short.
+    Takes the time of some 15,000 rows, fewer where the context is short; half of them if it is to be quick.
 
     Args:
         backend: no slot is open; NUM_SLOTS slots and `pages_needed` pages.
+        quick: leave out prompts of more than QUICK_LENGTH tokens.
 
     Raises:
         CrucibleError: it has fewer, or a context of fewer than MIN_CONTEXT positions.
@@ -387,7 +392,7 @@ def validate(backend: Backend) -> Iterator[Check]:
         if given < needed:
             raise CrucibleError(f"validation needs {what} of at least {needed}, not {given}")
     validator = Validator(backend)
-    requests = validator.requests(_lengths(config))
+    requests = validator.requests(_lengths(config, QUICK_LENGTH) if quick else _lengths(config))
     for name, check in CHECKS.items():
         validator.witness.tally = Tally()
         start = time.perf_counter()
