@@ -463,7 +463,7 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
     artifact = write_toy_artifact(tmp_path / "small", vocab_size=VOCAB_SIZE - 1)
     with pytest.raises(ArtifactError, match="its tokenizer has 300 tokens, its model 299"):
         LLM(artifact)
-    with pytest.raises(RequestError, match="backend must be one of auto, reference, cpu, .*, not 'tpu'"):
+    with pytest.raises(RequestError, match=r"backend must be one of auto, reference, cpu, .*, not 'tpu'"):
         LLM(artifact, backend="tpu")  # type: ignore[arg-type]
 
 
