@@ -56,7 +56,7 @@ class AppSettings:
 def create_app(service: Service, settings: AppSettings) -> FastAPI:
     """The application; whoever runs it starts and stops the service's engine."""
     # The pages that show the schema load scripts from elsewhere.
-    app = FastAPI(title="Crucible", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Crucible", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     for path, surface in (
         ("/v1/generate", GENERATE),
         ("/v1/generate/stream", GENERATE_STREAM),
@@ -70,7 +70,8 @@ def create_app(service: Service, settings: AppSettings) -> FastAPI:
     app.add_api_route("/v1/detokenize", _answers(service, settings, _detokenize), methods=["POST"])
     app.add_api_route("/v1/models", _models(service), methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", _model(service), methods=["GET"])
-    app.add_api_route("/health", _health(service), methods=["GET", "HEAD"])
+    app.add_api_route("/health", _health(service), methods=["GET"])
+    app.add_api_route("/health", _health(service), methods=["HEAD"], include_in_schema=False)
     app.add_api_route("/metrics", _metrics(service), methods=["GET"])
     if settings.web:
         web.add_web(app)

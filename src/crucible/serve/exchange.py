@@ -37,7 +37,7 @@ async def respond(surface: Surface, request: Request, service: Service, max_body
     into the caller's envelope."""
     body = await read_body(request, max_body_bytes)
     calls, reply = surface.read(body, service.served)
-    prepared = [await service.prepare(call) for call in calls]
+    prepared = await service.prepare(calls)
     running = service.start(prepared)
     if reply.streams:
         return EventStream(running, reply, [len(one.prompt_ids) for one in prepared])

@@ -45,7 +45,7 @@ def check_key(headers: Headers, key: str | None) -> None:
     if key is None:
         return
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    given = [headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""]
+    given = [headers.get("x-api-key", ""), token.strip(" ") if scheme.lower() == "bearer" else ""]
     # All are compared, in a time that does not depend on how much of one is right.
     # Bytes as they came: a server reads headers as Latin-1, an environment keeps what is no UTF-8 as surrogates.
     expected = key.encode(errors="surrogateescape")

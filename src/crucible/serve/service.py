@@ -36,8 +36,9 @@ from crucible.serve.protocol import (
 from crucible.serve.supervisor import Supervisor
 
 _LONG_TEXT: Final = 4096
-"""Characters from which on a prompt is tokenised in a thread: this many take about a millisecond."""
+"""From which on prompts are tokenised in a thread: so many characters take about a millisecond."""
 
+_MESSAGE_LENGTH: Final = 32
 _RETRY_AFTER: Final = 1
 _VALUE: Final = re.compile(r", not ['\"\[{].*$", re.DOTALL)
 _PARAM_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(SamplingParams))
@@ -113,32 +114,41 @@ class Service:
 
     # ---- before the engine ----------------------------------------------------------------------------------------
 
-    async def prepare(self, call: Call) -> Prepared:
-        """Raises ApiError: the prompt or a parameter is not one that the model can take."""
-        prompt_ids = await self.encode(call)
-        max_tokens = self._max_tokens(call, len(prompt_ids))
-        return Prepared(prompt_ids, self._params(call, max_tokens))
+    async def prepare(self, calls: Sequence[Call]) -> list[Prepared]:
+        """The prompts of one request.
+
+        Raises:
+            ApiError: a prompt or a parameter is not one that the model can take, or more are asked for than may be in
+                flight.
+        """
+        if sum(call.request.n or 1 for call in calls) > self.max_in_flight:
+            raise ApiError(
+                "invalid", f"at most {self.max_in_flight} choices can be asked for at once, over all prompts", param="n"
+            )
+        if sum(_length(call.request) for call in calls) < _LONG_TEXT:
+            return [self._prepare(call) for call in calls]
+        return await asyncio.to_thread(lambda: [self._prepare(call) for call in calls])
+
+    def _prepare(self, call: Call) -> Prepared:
+        prompt_ids = self._encode(call)
+        return Prepared(prompt_ids, self._params(call, self._max_tokens(call, len(prompt_ids))))
 
     async def encode(self, call: Call) -> tuple[int, ...]:
         """The tokens of a call's prompt. Raises ApiError as `prepare`."""
-        request = call.request
-        if (request.prompt is None) == (request.messages is None):
+        if _length(call.request) < _LONG_TEXT:
+            return self._encode(call)
+        return await asyncio.to_thread(self._encode, call)
+
+    def _encode(self, call: Call) -> tuple[int, ...]:
+        prompt, messages = call.request.prompt, call.request.messages
+        if (prompt is None) == (messages is None):
             raise ApiError("invalid", "give exactly one of prompt and messages", param="prompt")
         try:
-            if _num_characters(request) < _LONG_TEXT:
-                prompt_ids = self._encode(request)
-            else:
-                prompt_ids = await asyncio.to_thread(self._encode, request)
+            ids = self.prompts.encode(prompt) if prompt is not None else self.prompts.encode_chat(messages or [])
         except CrucibleError as error:
-            raise _refused(error, call, "prompt" if request.messages is None else "messages") from None
-        self._check_prompt(call, prompt_ids)
-        return prompt_ids
-
-    def _encode(self, request: Generate) -> tuple[int, ...]:
-        if request.messages is not None:
-            return self.prompts.encode_chat(request.messages)
-        assert request.prompt is not None
-        return self.prompts.encode(request.prompt)
+            raise _refused(error, call, "prompt" if messages is None else "messages") from None
+        self._check_prompt(call, ids)
+        return ids
 
     def _check_prompt(self, call: Call, prompt_ids: Sequence[int]) -> None:
         at = call.at or ("prompt" if call.request.messages is None else "messages")
@@ -196,10 +206,6 @@ class Service:
         if self.is_draining:
             raise ApiError("unavailable", "the server is stopping")
         wanted = [(one.prompt_ids, cast(SamplingParams, params)) for one in prepared for params in one.params.choices()]
-        if len(wanted) > self.max_in_flight:
-            raise ApiError(
-                "invalid", f"at most {self.max_in_flight} choices can be asked for at once, over all prompts", param="n"
-            )
         if self.supervisor.in_flight + len(wanted) > self.max_in_flight:
             self.metrics.refused += 1
             raise ApiError("overloaded", "too many requests are waiting; try again later", retry_after=_RETRY_AFTER)
@@ -447,20 +453,18 @@ async def collect(running: Running) -> list[Choice] | None:
 _NO_END: Final = End("error", None, 0, 0, 0)
 
 
-def _num_characters(request: Generate) -> int:
+def _length(request: Generate) -> int:
+    """In proportion to what a prompt costs: its characters or ids, and for a message as much as its frame."""
     if request.messages is None:
-        return len(request.prompt or "") if isinstance(request.prompt, str) else 0
-    return sum(_length(message.get("content")) for message in request.messages)
+        return len(request.prompt or ())
+    return sum(_MESSAGE_LENGTH + _content_length(message.get("content")) for message in request.messages)
 
 
-def _length(content: Any) -> int:
-    if isinstance(content, str):
-        return len(content)
-    if isinstance(content, list):
-        return sum(
-            len(part["text"]) for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)
-        )
-    return 0
+def _content_length(content: Any) -> int:
+    if not isinstance(content, list):
+        return len(content) if isinstance(content, str) else 0
+    texts = [part.get("text") for part in content if isinstance(part, Mapping)]
+    return len(content) + sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _refused(error: CrucibleError, call: Call, param: str | None) -> ApiError:

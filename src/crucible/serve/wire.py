@@ -12,7 +12,7 @@ from crucible.serve.protocol import ApiError
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 
-_PATH: Final = re.compile(r" - at `\$?\.?(?P<path>[^`]*)`$")
+_PATH: Final = re.compile(r" - at (?P<key>`key` in )?`\$?\.?(?P<path>[^`]*)`$")
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING: Final = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 _EXPECTED: Final = re.compile(r"Expected `(?P<expected>[^`]*)`, got `(?P<got>[^`]*)`")
@@ -58,8 +58,9 @@ def read_json(body: bytes, type: type[Struct]) -> Struct:
 
 def _mismatch(text: str) -> ApiError:
     """From msgspec's words, which may hold names and values of the caller's, to ours."""
-    at = ""
+    at, is_key = "", False
     if (found := _PATH.search(text)) is not None:
+        is_key = found["key"] is not None
         at, text = found["path"].replace("[...]", "[]"), text[: found.start()]
     if (found := _UNKNOWN.fullmatch(text)) is not None:
         name = _below(at, _printable(found["name"]))
@@ -68,14 +69,15 @@ def _mismatch(text: str) -> ApiError:
         name = _below(at, found["name"])
         return ApiError("invalid", f"{name} is missing", param=name, code="missing_field")
     at = _printable(at)
+    what = f"a key of {at}" if is_key else at or "the body"
     if (found := _EXPECTED.fullmatch(text)) is not None:
         expected = [_TYPES.get(name, name) for name in found["expected"].split(" | ") if name != "null"]
         problem = f"must be {' or '.join(expected)}, not {_TYPES.get(found['got'], found['got'])}"
-    elif text.startswith("Number out of range"):
+    elif text.endswith("out of range"):
         problem = "is out of range"
     else:
         problem = "is none of the values that are allowed"
-    return ApiError("invalid", f"{at or 'the body'} {problem}", param=at or None)
+    return ApiError("invalid", f"{what} {problem}", param=at or None)
 
 
 def _below(at: str, name: str) -> str:

@@ -91,6 +91,10 @@ class CompletionAnswer(Answer):
         return self._tables.setdefault(index, TokenTable())
 
 
+MAX_PROMPTS: Final = 4096
+"""Far more than a server takes at once, and few enough to look at."""
+
+
 class Completions(Refusing):
     """A `Surface`."""
 
@@ -136,6 +140,8 @@ def _prompts(prompt: str | list[Any]) -> list[tuple[str | None, Prompt]]:
     if kinds == {int}:
         return [(None, prompt)]
     if kinds in ({str}, {list}):
+        if len(prompt) > MAX_PROMPTS:
+            raise ApiError("invalid", f"prompt takes at most {MAX_PROMPTS} prompts, not {len(prompt)}", param="prompt")
         return [(f"prompt[{index}]", item) for index, item in enumerate(prompt)]
     if not prompt:
         raise ApiError("invalid", "prompt is empty; at least one token is needed", param="prompt")
