@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import crucible
-from crucible.commands import machine, make, serve, use
+from crucible.commands import chat, machine, make, serve, use
 from crucible.config import ConfigError
 from crucible.errors import CrucibleError, install
 
@@ -43,6 +43,7 @@ _EXTRAS = {"torch": "train", "datasets": "data", "pyarrow": "data", "zstandard":
 _EXTRAS |= dict.fromkeys(
     ("fastapi", "starlette", "uvicorn", "uvloop", "httptools", "zmq", "msgspec", "prometheus_client"), "serve"
 )
+_EXTRAS |= dict.fromkeys(("textual", "markdown_it", "platformdirs"), "tui")
 
 
 def _print_version(asked: bool) -> None:
@@ -64,7 +65,7 @@ def _options(
     """
 
 
-for _part in (make, use, serve, machine):
+for _part in (make, use, serve, chat, machine):
     app.add_typer(_part.app)
 
 if __name__ == "__main__":

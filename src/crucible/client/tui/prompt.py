@@ -1,0 +1,99 @@
+"""Where a message is written: Enter sends, Alt+Enter breaks the line, Up and Down go through earlier ones."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, ClassVar
+
+from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
+from textual.binding import Binding, BindingType
+from textual.events import Key
+from textual.message import Message
+from textual.widgets import TextArea
+
+
+class _Keys(StrEnum):
+    ALT_ENTER = "alt+enter"
+
+
+# Terminals that send Alt as Escape before the key: Textual would take these two for Enter alone.
+_SEQUENCES: dict[str, Any] = ANSI_SEQUENCES_KEYS  # type: ignore[assignment]
+_SEQUENCES |= dict.fromkeys(("\x1b\r", "\x1b\n"), (_Keys.ALT_ENTER,))
+
+
+class Prompt(TextArea):
+    """The input. Its height is that of its text, up to a few lines."""
+
+    DEFAULT_CSS = """
+    Prompt { height: auto; max-height: 8; border: round $foreground 40%; padding: 0 1; background: $background; }
+    Prompt:focus { border: round $primary; }
+    Prompt .text-area--cursor { text-style: reverse; background: $background; color: $foreground; }
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("alt+enter,shift+enter,ctrl+j", "newline", "New line", show=False),
+        Binding("ctrl+u", "empty", "Clear", show=False),
+    ]
+
+    class Sent(Message):
+        """Enter was pressed."""
+
+        def __init__(self, text: str) -> None:
+            super().__init__()
+            self.text = text
+
+    def __init__(self) -> None:
+        super().__init__(highlight_cursor_line=False, show_line_numbers=False, placeholder="Ask something")
+        self.cursor_blink = False
+        self.earlier: list[str] = []
+        """What was sent before, oldest first."""
+        self._position = 0
+        """In `earlier`; 0 is what is being written, -1 the newest."""
+        self._draft = ""
+
+    def write(self, text: str) -> None:
+        """Replace what stands there; the cursor is at its end."""
+        self.load_text(text)
+        self.move_cursor(self.document.end)
+
+    def clear_sent(self) -> None:
+        """Empty it for the next message."""
+        self._position, self._draft = 0, ""
+        self.load_text("")
+
+    def action_newline(self) -> None:
+        self.insert("\n")
+
+    def action_empty(self) -> None:
+        self.clear_sent()
+
+    async def _on_key(self, event: Key) -> None:
+        if event.key == "enter":
+            event.stop()
+            event.prevent_default()
+            self.post_message(self.Sent(self.text))
+        else:
+            await super()._on_key(event)
+
+    def action_cursor_up(self, select: bool = False) -> None:
+        """On the first line: the message before."""
+        if select or not self.cursor_at_first_line:
+            super().action_cursor_up(select)
+        else:
+            self._go(-1)
+
+    def action_cursor_down(self, select: bool = False) -> None:
+        """On the last line: the message after."""
+        if select or not self.cursor_at_last_line:
+            super().action_cursor_down(select)
+        else:
+            self._go(1)
+
+    def _go(self, step: int) -> None:
+        position = self._position + step
+        if not -len(self.earlier) <= position <= 0:
+            return
+        if self._position == 0:
+            self._draft = self.text
+        self._position = position
+        self.write(self.earlier[position] if position else self._draft)
