@@ -40,6 +40,7 @@ EXTRAS = {
     "cpu": "the fast CPU backend",
     "cuda": "the CUDA backend",
     "serve": "crucible serve",
+    "tui": "crucible chat",
     "gguf": "quantised .gguf files, smollm2 among them",
     "peers": "crucible bench compare",
     "dev": "make test and make check",
