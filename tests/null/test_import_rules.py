@@ -29,6 +29,11 @@ HEAVY = (
     "transformers",
     "pynvml",
     "gguf",
+    "fastapi",
+    "uvicorn",
+    "zmq",
+    "msgspec",
+    "prometheus_client",
 )
 """Heavy or optional: loaded only by the function that needs them."""
 
