@@ -39,7 +39,11 @@ export function buildChat() {
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && running && !event.defaultPrevented && !$("dialog[open]")) stop();
   });
-  addEventListener("pagehide", keepPartial);
+  document.addEventListener("visibilitychange", () => document.hidden && keepPartial());
+  addEventListener("pagehide", () => {
+    keepPartial();
+    stop();
+  });
   onConversations(() => {
     if (!running) open(getConversation(conversation.id) ?? conversation, { focus: false });
   });
@@ -99,6 +103,7 @@ function save(one) {
   showTitles();
 }
 
+// What has come of a reply so far, in case that the page is not shown again.
 function keepPartial() {
   if (!running) return;
   const { message, conversation: own } = running;

@@ -20,11 +20,11 @@ let tiles, about, trouble, plots;
 const PLOTS = [
   { title: "Throughput", unit: "tokens/s", format: number, series: [
     { name: "generated", key: "rate", kind: "main", area: true }, { name: "prompts", key: "promptRate", kind: "other" }] },
-  { title: "Requests", unit: "", format: number, series: [
+  { title: "Requests", unit: "", format: number, isWhole: true, least: 4, series: [
     { name: "active", key: "active", kind: "main", area: true }, { name: "queued", key: "queued", kind: "other" }] },
-  { title: "Batch", unit: "requests per step", format: number, series: [
+  { title: "Batch", unit: "requests per step", format: number, isWhole: true, least: 4, series: [
     { name: "mean", key: "batch", kind: "main", area: true }, { name: "last", key: "lastBatch", kind: "other" }] },
-  { title: "Cache", unit: "pages", format: number, limit: () => limits.pages, series: [
+  { title: "Cache", unit: "pages", format: number, isWhole: true, least: 4, limit: () => limits.pages, series: [
     { name: "in use", key: "pages", kind: "main", area: true }] },
   { title: "Time to first token", unit: "", format: seconds, least: 0.01, series: [
     { name: "median", key: "first50", kind: "main" }, { name: "95 %", key: "first95", kind: "other" }] },
@@ -47,7 +47,7 @@ export function buildDashboard() {
   tiles = TILES.map(([name]) => h("div", { class: "tile" }, h("dt", {}, name), h("dd", {}, "–")));
   about = h("dl", { class: "about" });
   trouble = h("p", { class: "verdict bad", role: "alert", hidden: true });
-  plots = PLOTS.map((one) => Object.assign(new Plot({ ...one, span: SPAN, every: EVERY }), { least: one.least }));
+  plots = PLOTS.map((one) => new Plot({ ...one, span: SPAN, every: EVERY }));
   $("#view-service").append(
     h("h1", {}, "Service"),
     trouble,
@@ -91,6 +91,7 @@ async function poll() {
 async function describe() {
   const said = await health();
   limits = { at: performance.now(), pages: said.pages };
+  for (const plot of plots) if (plot.limit && limits.pages) plot.unit.textContent = `pages of ${number(limits.pages)}`;
   const facts = [
     ["Model", said.model], ["Device", said.device], ["Backend", [said.backend, said.weights].filter(Boolean).join(", ")],
     ["Context", said.context && `${said.context.toLocaleString("en")} tokens`], ["Batch", said.max_batch && `${said.max_batch} at once, ${said.max_in_flight} in flight`],

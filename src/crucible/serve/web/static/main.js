@@ -39,7 +39,7 @@ function showTheme(theme) {
   if (theme === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
   const label = { auto: "Theme: as the system", light: "Theme: light", dark: "Theme: dark" }[theme];
-  button.replaceChildren(icon({ auto: "auto", light: "sun", dark: "moon" }[theme]));
+  button.replaceChildren(icon({ auto: "system", light: "sun", dark: "moon" }[theme]));
   button.setAttribute("aria-label", label);
   button.title = label;
 }

@@ -5,24 +5,25 @@ import { h, svg } from "./dom.js";
 const [WIDTH, HEIGHT] = [480, 190];
 const [LEFT, RIGHT, TOP, BOTTOM] = [52, 8, 10, 24];
 
-// About four round steps from 0 to at least a value.
-export function ticks(highest) {
-  const rough = (highest || 1) / 4;
+// About four round steps from 0 to at least a value; whole ones where things are counted.
+export function ticks(highest, isWhole = false) {
+  const rough = Math.max((highest || 1) / 4, isWhole ? 1 : 0);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 2.5, 5, 10].map((one) => one * power).find((one) => one >= rough * 0.999);
+  const step = [1, 2, 2.5, 5, 10].map((one) => one * power).find((one) => one >= rough * 0.999 && !(isWhole && one % 1));
   return Array.from({ length: Math.ceil((highest || 1) / step - 1e-9) + 1 }, (_, at) => at * step);
 }
 
 // A figure that `show` redraws. `series`: [{name, key, kind: "main" | "other", area}].
 export class Plot {
-  constructor({ title, unit, series, format, limit, span, every }) {
-    Object.assign(this, { series, format, limit, span, every, samples: [] });
+  constructor({ title, unit, series, format, limit, least, isWhole, span, every }) {
+    Object.assign(this, { series, format, limit, least, isWhole, span, every, samples: [] });
+    this.unit = h("small", {}, unit);
     this.canvas = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" });
     this.values = series.map(() => h("b", {}, "–"));
     this.title = title;
     this.figure = h("figure", { class: "plot" },
       h("figcaption", {},
-        h("span", { class: "plot-title" }, title, h("small", {}, unit)),
+        h("span", { class: "plot-title" }, title, this.unit),
         h("span", { class: "plot-keys" }, series.map((one, at) => h("span", { class: `key ${one.kind}` }, h("i"), one.name, " ", this.values[at])))),
       this.canvas);
     this.canvas.addEventListener("pointermove", (event) => {
@@ -48,8 +49,10 @@ export class Plot {
   draw() {
     const { samples, series } = this;
     const known = samples.flatMap((sample) => series.map((one) => sample[one.key])).filter(Number.isFinite);
-    const limit = this.limit?.();
-    const marks = ticks(Math.max(...known, limit ?? 0, this.least ?? 0));
+    const highestKnown = Math.max(0, ...known);
+    // A limit that is far away would press the line to the ground; it is told in words.
+    const limit = this.limit?.() < highestKnown * 4 ? this.limit() : null;
+    const marks = ticks(Math.max(highestKnown, limit ?? 0, this.least ?? 0), this.isWhole);
     const highest = marks.at(-1);
     const y = (value) => HEIGHT - BOTTOM - (value / highest) * (HEIGHT - TOP - BOTTOM);
     const at = this.hover == null ? samples.length - 1 : samples.findIndex((_, one) => this.x(one) >= this.hover);

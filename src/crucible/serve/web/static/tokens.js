@@ -6,7 +6,7 @@ import { parameters, settings } from "./store.js";
 
 const TOP = 5;
 
-let prompt, asChat, limit, run, output, side;
+let prompt, asChat, limit, run, given, output, side;
 let tokens = []; // {token_id, text, logprob, top}
 let request = null; // that they came of
 let chosen = -1;
@@ -17,7 +17,8 @@ export function buildTokens() {
   asChat = h("input", { type: "checkbox", id: "token-chat" });
   limit = h("input", { type: "number", id: "token-limit", min: 1, max: 2000, value: 48, inputmode: "numeric" });
   run = h("button", { type: "submit", class: "filled" });
-  output = h("div", { class: "token-text", role: "listbox", "aria-label": "Tokens", tabindex: "-1" });
+  given = h("span", { class: "given" });
+  output = h("span", { role: "listbox", "aria-label": "Tokens", "aria-orientation": "horizontal" });
   side = h("div", { class: "token-side", "aria-live": "polite" });
   output.addEventListener("keydown", move);
   output.addEventListener("click", (event) => {
@@ -36,9 +37,9 @@ export function buildTokens() {
     run));
   $("#view-tokens").append(
     h("h1", {}, "What the model considered"),
-    h("p", { class: "lead" }, "The darker a token, the less likely it was. Choose one to see what else could have stood there, and go on from another."),
+    h("p", { class: "lead" }, "The stronger its colour, the less likely a token was. Choose one to see what else could have stood there, and to go on from that."),
     form,
-    h("div", { class: "token-result" }, h("div", {}, output, legend()), side));
+    h("div", { class: "token-result" }, h("div", {}, h("div", { class: "token-text" }, given, output), legend()), side));
   prompt.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
@@ -72,7 +73,10 @@ function start() {
 async function go(own, kept = []) {
   controller?.abort();
   const mine = (controller = new AbortController());
-  if (!kept.length) request = own;
+  if (!kept.length) {
+    request = own;
+    given.textContent = typeof own.prompt === "string" ? own.prompt : "";
+  }
   tokens = [...kept];
   chosen = kept.length - 1;
   output.replaceChildren(...tokens.map(tokenElement));
@@ -130,7 +134,7 @@ function own(token) {
 function tokenElement(token, at) {
   const text = own(token);
   return h("span", {
-    class: `token s${surprise(token.logprob)}${token.forced ? " forced" : ""}`, role: "option", "data-token": at, tabindex: at === 0 ? "0" : "-1",
+    class: `token s${surprise(token.logprob)}${token.forced ? " forced" : ""}${text.includes("\n") ? " breaks" : ""}`, role: "option", "data-token": at, tabindex: at === 0 ? "0" : "-1",
     "aria-selected": String(at === chosen), "aria-label": `${text.trim() || visible(text)}, ${percent(token.logprob)}`,
   }, text.replace(/\n/g, "↵\n"));
 }
