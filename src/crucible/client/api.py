@@ -132,11 +132,11 @@ class Client:
         """
         async with contextlib.aclosing(self.arrivals(request)) as arrivals:
             async for events in arrivals:
-                for event in events:
+                for _, event in events:
                     yield event
 
-    async def arrivals(self, request: Generate) -> AsyncGenerator[list[Arrival], None]:
-        """As `stream`, with all events that came at once in one list."""
+    async def arrivals(self, request: Generate) -> AsyncGenerator[list[tuple[float, Arrival]], None]:
+        """As `stream`, but all that came since one last looked, and when it came by `time.perf_counter`."""
         body = msgspec.json.encode(request)
         headers = {**self._headers, "content-type": "application/json"}
         num_open = request.n or 1
@@ -144,11 +144,21 @@ class Client:
             if reply.status != 200:
                 raise _refusal(await reply.body(), reply.headers.get("retry-after"))
             pending = b""
-            async for piece in reply.pieces():
-                *texts, pending = (pending + piece).split(b"\n\n")
-                if events := list(map(_event, texts)):
-                    num_open -= sum(type(event) is Done for event in events)
+            async for pieces in reply.pieces():
+                events: list[tuple[float, Arrival]] = []
+                failure: ApiError | None = None
+                try:
+                    for when, data in pieces:
+                        *texts, pending = (pending + data).split(b"\n\n")
+                        for text in texts:
+                            events.append((when, _event(text)))
+                except ApiError as error:
+                    failure = error
+                if events:
                     yield events
+                if failure is not None:
+                    raise failure
+                num_open -= sum(type(event) is Done for _, event in events)
                 if num_open <= 0:
                     return
         raise UnreachableError("the stream broke off")
@@ -166,9 +176,8 @@ class Client:
             async with (
                 asyncio.timeout(SHORT_SECONDS),
                 ask(self.address, "GET", path, self._headers) as reply,
-                contextlib.aclosing(reply.pieces()) as pieces,  # type: ignore[type-var]
             ):
-                body = b"".join([piece async for piece in pieces])
+                body = await reply.body()
         except TimeoutError:
             raise UnreachableError(f"{self.address} does not answer") from None
         try:

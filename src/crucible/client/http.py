@@ -8,15 +8,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+import time
 import urllib.parse
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from crucible.serve.protocol import ApiError
 
 CONNECT_SECONDS: Final = 5.0
-_READ_BYTES: Final = 1 << 16
+_MAX_HEAD_BYTES: Final = 1 << 16
+Piece: TypeAlias = tuple[float, bytes]
+"""When it came, by `time.perf_counter`, and what."""
 
 
 class UnreachableError(ApiError):
@@ -53,42 +56,82 @@ class Address:
         return f"http{'s' if self.is_secure else ''}://{host}:{self.port}{self.prefix}"
 
 
-class Reply:
-    """One reply, whose head has come."""
+class Connection(asyncio.Protocol):
+    """What comes on a connection, with the time at which it came.
 
-    def __init__(self, reader: asyncio.StreamReader, head: bytes) -> None:
-        first, *lines = head.decode("latin-1").rstrip().split("\r\n")
+    Nobody is woken for what comes while nobody waits, so that a reader who looks now and again costs little.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._lost: str | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self.transport: asyncio.Transport | None = None
+
+    async def take(self) -> list[Piece]:
+        """All that has come since the last call, at least one piece. Raises UnreachableError: nothing more will."""
+        while not self._pieces:
+            if self._lost is not None:
+                raise UnreachableError(f"the connection broke off: {self._lost}")
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """As asyncio's."""
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """As asyncio's."""
+        self._pieces.append((time.perf_counter(), data))
+        self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """As asyncio's."""
+        self._lost = str(error or "closed by the server")
+        self._wake()
+
+
+class Reply:
+    """One reply, whose head has come; `rest` is what came with it."""
+
+    def __init__(self, connection: Connection, head: bytes, rest: list[Piece]) -> None:
+        first, *lines = head.decode("latin-1").split("\r\n")
         version, status, *_ = first.split(" ")
         if not version.startswith("HTTP/1."):
             raise ValueError(first)
         self.status = int(status)
         pairs = (line.partition(":") for line in lines)
         self.headers: Mapping[str, str] = {name.lower(): value.strip() for name, _, value in pairs}
-        self._reader = reader
+        self._length = int(self.headers.get("content-length", "0"))
+        self._connection, self._rest = connection, rest
 
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """The body, in pieces as they come. Raises UnreachableError: it breaks off, or is none in HTTP."""
+    async def pieces(self) -> AsyncGenerator[list[Piece], None]:
+        """The body, as it comes. Raises UnreachableError: it breaks off, or is none in HTTP."""
         chunks = Chunks() if self.headers.get("transfer-encoding") == "chunked" else None
-        left = int(self.headers.get("content-length", "0"))
-        try:
-            while not chunks.ended if chunks else left > 0:
-                data = await self._reader.read(_READ_BYTES)
-                if not data:
-                    raise UnreachableError("the connection broke off")
-                if chunks:
-                    data = chunks.feed(data)
-                else:
-                    left -= len(data)
-                if data:
-                    yield data
-        except (OSError, ValueError) as error:
-            if isinstance(error, ApiError):
-                raise
-            raise UnreachableError(f"the connection broke off: {error}") from None
+        pieces, left = self._rest, self._length
+        while True:
+            if chunks is not None:
+                try:
+                    pieces = [(when, body) for when, data in pieces if (body := chunks.feed(data))]
+                except ValueError:
+                    raise UnreachableError("the reply is none in HTTP") from None
+            left -= sum(len(data) for _, data in pieces)
+            if pieces:
+                yield pieces
+            if chunks.ended if chunks is not None else left <= 0:
+                return
+            pieces = await self._connection.take()
 
     async def body(self) -> bytes:
         """All of it. Raises UnreachableError as `pieces`."""
-        return b"".join([piece async for piece in self.pieces()])
+        return b"".join([data async for pieces in self.pieces() for _, data in pieces])
 
 
 class Chunks:
@@ -127,20 +170,32 @@ async def ask(
     """
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
-            reader, writer = await asyncio.open_connection(
-                address.host, address.port, ssl=ssl.create_default_context() if address.is_secure else None
+            _, connection = await asyncio.get_running_loop().create_connection(
+                Connection, address.host, address.port, ssl=ssl.create_default_context() if address.is_secure else None
             )
     except OSError as error:  # TimeoutError is one
         raise UnreachableError(f"{address} cannot be reached: {error.strerror or error or 'no answer'}") from None
+    assert connection.transport is not None
     try:
         host = str(address).removesuffix(address.prefix).partition("://")[2]
         lines = [f"{method} {address.prefix}{path} HTTP/1.1", f"host: {host}", "connection: close"]
         lines += [f"{name}: {value}" for name, value in {**headers, "content-length": str(len(body))}.items()]
-        writer.write("\r\n".join((*lines, "", "")).encode("latin-1") + body)
-        try:
-            reply = Reply(reader, await reader.readuntil(b"\r\n\r\n"))
-        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
-            raise UnreachableError(f"{address} gave no reply in HTTP: {error}") from None
-        yield reply
+        connection.transport.write("\r\n".join((*lines, "", "")).encode("latin-1") + body)
+        yield await _head(connection)
     finally:
-        writer.transport.abort()
+        connection.transport.abort()
+
+
+async def _head(connection: Connection) -> Reply:
+    head = b""
+    while True:
+        pieces = await connection.take()
+        head += b"".join(data for _, data in pieces)
+        text, blank_line, rest = head.partition(b"\r\n\r\n")
+        if blank_line:
+            try:
+                return Reply(connection, text, [(pieces[-1][0], rest)] if rest else [])
+            except ValueError:
+                raise UnreachableError("the reply is none in HTTP") from None
+        if len(head) > _MAX_HEAD_BYTES:
+            raise UnreachableError("the reply is none in HTTP")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 _GAPS: Final = 1024
@@ -19,15 +21,16 @@ class Speed:
         self._first = self._last = self._began
         self._gaps: deque[float] = deque(maxlen=_GAPS)
 
-    def add(self, tokens: int) -> None:
-        """So many tokens came at once, now; they share the time that they took."""
-        now = time.perf_counter()
-        if not self.tokens:
-            self._first = now
-        elif tokens:
-            self._gaps.extend([(now - self._last) / tokens] * tokens)
-        self._last = now
-        self.tokens += tokens
+    def add(self, times: Sequence[float]) -> None:
+        """Tokens came at these times; those that came at once share what they took."""
+        for when, group in itertools.groupby(times):
+            tokens = len(list(group))
+            if not self.tokens:
+                self._first = when
+            else:
+                self._gaps.extend([(when - self._last) / tokens] * tokens)
+            self._last = when
+            self.tokens += tokens
 
     @property
     def first_token(self) -> float | None:

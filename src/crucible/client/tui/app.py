@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import signal
+import time
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -29,8 +30,10 @@ from crucible.client.tui.telemetry import Header, RequestFigures, ServiceFigures
 from crucible.client.tui.transcript import Transcript
 from crucible.serve.protocol import ApiError
 
-FRAME_SECONDS: Final = 1 / 30
-_FIGURES_SECONDS: Final = 0.25
+SHORTEST_FRAME: Final = 1 / 30
+_LONGEST_FRAME: Final = 1 / 5
+_SHARE: Final = 0.07
+"""Of a core, what frames may be drawn with while a reply comes: where one costs more, there are fewer."""
 _REMEMBERED: Final = 200
 """Messages of earlier conversations that Up goes back to."""
 _HINTS: Final = ("Enter send", "Esc stop", "F1 help", "F2 figures", "F3 settings", "F4 chats", "Ctrl+C quit")
@@ -91,8 +94,6 @@ class ChatApp(App[None]):
         self._client, self._store = client, store
         self._reply: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._fresh: list[str] = []
-        """Text that has come and is not in the turn yet."""
         self._editing: int | None = None
         """The turn that is edited."""
 
@@ -115,8 +116,6 @@ class ChatApp(App[None]):
         self.query_one(Prompt).earlier = earlier[-_REMEMBERED:]
         self._show()
         self._watch = asyncio.create_task(self.link.run())
-        self._frames = self.set_interval(FRAME_SECONDS, self._draw, pause=True)
-        self._figures = self.set_interval(_FIGURES_SECONDS, self.query_one(RequestFigures).refresh, pause=True)
         for number in (signal.SIGTERM, signal.SIGHUP):
             with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
                 asyncio.get_running_loop().add_signal_handler(number, self.exit)
@@ -132,7 +131,7 @@ class ChatApp(App[None]):
 
     @property
     def is_replying(self) -> bool:
-        return self._reply is not None and not self._reply.done()
+        return self._reply is not None
 
     def on_prompt_sent(self, message: Prompt.Sent) -> None:
         """Send it, unless a reply is under way: then it stays in the input."""
@@ -151,22 +150,26 @@ class ChatApp(App[None]):
         self._save()
         self.query_one(RequestFigures).speed = Speed()
         self._reply = asyncio.create_task(self._generate(self.conversation))
-        self._show(is_growing=True)
+        self._show()
         self.query_one(Transcript).to_end()
-        self._frames.resume()
-        self._figures.resume()
 
     async def _generate(self, conversation: Conversation) -> None:
         """The reply to the last turn but one, into the last. Whatever happens, what has come of it stays."""
         turn, speed = conversation.turns[-1], self.query_one(RequestFigures).speed
+        used = time.process_time()
         try:
             async with contextlib.aclosing(self._client.arrivals(conversation.request())) as arrivals:
                 async for events in arrivals:
-                    texts = [event.text for event in events if isinstance(event, Token)]
-                    speed.add(len(texts))
-                    self._fresh += texts
-                    if isinstance(events[-1], Done):
-                        turn.note = _ended(events[-1], speed, self.conversation.settings)
+                    tokens = [(when, event) for when, event in events if isinstance(event, Token)]
+                    speed.add([when for when, _ in tokens])
+                    turn.text += "".join([event.text for _, event in tokens])
+                    if isinstance(done := events[-1][1], Done):
+                        turn.note = _ended(done, speed, conversation.settings)
+                        break
+                    self.query_one(Transcript).grow()
+                    self.query_one(RequestFigures).refresh()
+                    before, used = used, time.process_time()
+                    await asyncio.sleep(max(SHORTEST_FRAME, min(_LONGEST_FRAME, (used - before) / _SHARE)))
         except asyncio.CancelledError:
             turn.note = f"stopped after {_tokens(speed.tokens)}"
         except UnreachableError as error:
@@ -175,31 +178,20 @@ class ChatApp(App[None]):
         except ApiError as error:
             turn.note = f"failed after {_tokens(speed.tokens)}: {error.message}" if speed.tokens else error.message
         finally:
-            self._take(turn)
-            self._frames.pause()
-            self._figures.pause()
+            self._reply = None
             self._save(conversation)
-            if conversation is self.conversation and self.is_running:
+            if self.is_running:
                 self._show()
-
-    def _take(self, turn: Turn) -> None:
-        turn.text += "".join(self._fresh)
-        self._fresh.clear()
-
-    def _draw(self) -> None:
-        if self._fresh and self.is_replying:
-            self._take(self.conversation.turns[-1])
-            self.query_one(Transcript).grow()
 
     # ---- what is shown --------------------------------------------------------------------------------------------
 
-    def _show(self, *, is_growing: bool = False) -> None:
+    def _show(self) -> None:
         """The conversation anew, with all that says what state it is in."""
         conversation = self.conversation
         self.query_one(Header).conversation = conversation
-        self.query_one(Transcript).show(conversation.turns, conversation.model, is_growing=is_growing)
+        self.query_one(Transcript).show(conversation.turns, conversation.model)
         prompt = self.query_one(Prompt)
-        if is_growing:
+        if self.is_replying:
             prompt.border_title = "replying – Esc stops it"
         elif self._editing is not None:
             prompt.border_title = "editing an earlier message – Enter sends it, Esc gives up"
@@ -212,8 +204,8 @@ class ChatApp(App[None]):
         health = self.link.health
         if health is not None and health.model and self.conversation.model != health.model:
             self.conversation.model = health.model
-            self._show(is_growing=self.is_replying)
-        if self.link.state == "disconnected" and self.is_replying and self._reply is not None:
+            self._show()
+        if self.link.state == "disconnected" and self._reply is not None:
             self._reply.cancel()
         self.query_one(Header).refresh()
         self.query_one(ServiceFigures).refresh()
@@ -233,13 +225,18 @@ class ChatApp(App[None]):
 
     # ---- keys -----------------------------------------------------------------------------------------------------
 
+    def on_transcript_scrolled(self, message: Transcript.Scrolled) -> None:
+        """Say that there is more, and how to get there."""
+        below = f"{message.lines_below} lines below – End" if message.lines_below else ""
+        self.query_one(Prompt).border_subtitle = below
+
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Under a dialog only quitting works: its keys are its own."""
         return action in ("quit_or_copy", "focus_next", "focus_previous") or len(self.screen_stack) == 1
 
     def action_stop(self) -> None:
         """Stop the reply, or give up editing."""
-        if self.is_replying and self._reply is not None:
+        if self._reply is not None:
             self._reply.cancel()
         elif self._editing is not None:
             self._editing = None
@@ -271,8 +268,7 @@ class ChatApp(App[None]):
 
     def action_scroll(self, pages: int) -> None:
         transcript = self.query_one(Transcript)
-        step = max(1, transcript.size.height - 2)
-        transcript.scroll_to(y=transcript.scroll_offset.y + pages * step, animate=False, immediate=True)
+        transcript.scroll_lines(pages * max(1, transcript.size.height - 2))
 
     def action_end(self) -> None:
         """The newest text; where that is in view already, the end of the line."""
@@ -283,7 +279,8 @@ class ChatApp(App[None]):
             transcript.to_end()
 
     def action_home(self) -> None:
-        self.query_one(Transcript).scroll_home(animate=False, immediate=True)
+        transcript = self.query_one(Transcript)
+        transcript.scroll_lines(-transcript.top)
 
     def action_edit(self) -> None:
         """Put the last message into the input; pressed again, the one before."""

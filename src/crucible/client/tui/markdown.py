@@ -58,6 +58,11 @@ class Block:
         self._position = 0
         """Where in the text the last block begins."""
 
+    @classmethod
+    def empty(cls) -> Block:
+        """Without text or a place."""
+        return cls(Console(), Style(), 1, is_markdown=False)
+
     def lines(self, text: str) -> tuple[list[Strip], int]:
         """All lines of a text that began as the last one did; and how many of them are as they were before."""
         if not self._is_markdown:
@@ -66,10 +71,10 @@ class Block:
         tail = printable(text[self._position :])
         *finished, last = _blocks(tail)
         for _, tokens in finished:
-            self._done += [*self._strips(_Markdown(tokens)), Strip.blank(self._options.max_width, self._style)]
+            self._done += [*self._strips(_MARKDOWN.of(tokens)), Strip.blank(self._options.max_width, self._style)]
         line, tokens = last
         self._position += _offset(tail, line)
-        return self._done + self._strips(_Markdown(tokens)), kept
+        return self._done + self._strips(_MARKDOWN.of(tokens)), kept
 
     def _strips(self, renderable: RenderableType) -> list[Strip]:
         lines = self._console.render_lines(renderable, self._options, style=self._style)
@@ -119,6 +124,10 @@ class _Heading(Heading):
 class _Markdown(Markdown):
     elements: ClassVar[dict[str, type[MarkdownElement]]] = {**Markdown.elements, "heading_open": _Heading}
 
-    def __init__(self, tokens: list[Token]) -> None:
-        super().__init__("", code_theme=_CODE_THEME, hyperlinks=False)
+    def of(self, tokens: list[Token]) -> _Markdown:
+        """Itself, for a moment with these tokens: making another one costs more than rendering a line."""
         self.parsed = tokens
+        return self
+
+
+_MARKDOWN: Final = _Markdown("", code_theme=_CODE_THEME, hyperlinks=False)
