@@ -30,6 +30,7 @@ HEAVY = (
     "pynvml",
     "gguf",
     "fastapi",
+    "starlette",
     "uvicorn",
     "zmq",
     "msgspec",
@@ -163,6 +164,23 @@ RULES = [
         lambda name: within(name, "crucible") and not within(name, *ours("serve.protocol", "serve.wire")),
     ),
     Rule(
+        "serve speaks HTTP only where requests come in",
+        lambda module: (
+            within(module, "crucible.serve")
+            and not within(module, *ours("serve.app", "serve.exchange", "serve.reading", "serve.security"))
+            and not within(module, *ours("serve.server", "serve.web"))
+        ),
+        lambda name: within(name, "http", "fastapi", "starlette", "uvicorn"),
+    ),
+    Rule(
+        "serve speaks to the engine's process only in channel, process, supervisor and worker",
+        lambda module: (
+            within(module, "crucible.serve")
+            and not within(module, *ours("serve.channel", "serve.process", "serve.supervisor", "serve.worker"))
+        ),
+        lambda name: within(name, "zmq", "multiprocessing", "subprocess", "pickle"),
+    ),
+    Rule(
         "train, ablate and export never import serve, nor anything that does",
         lambda module: within(module, *ours("train", "ablate", "export")),
         lambda name: within(name, "crucible.serve"),
@@ -226,6 +244,9 @@ def test_the_sources_keep_every_rule() -> None:
             "crucible.serve.openai.chat -> crucible.serve.anthropic",
         ),
         ("serve/openai/chat", "from ..channel import send", "crucible.serve.openai.chat -> crucible.serve.channel"),
+        ("serve/openai/chat", "from starlette.requests import R", "crucible.serve.openai.chat -> starlette.requests"),
+        ("serve/channel", "import fastapi", "crucible.serve.channel -> fastapi"),
+        ("serve/app", "import zmq.asyncio", "crucible.serve.app -> zmq.asyncio"),
         ("train/loop", "import crucible.serve.app", "crucible.train.loop -> crucible.serve.app"),
         (
             "export/names",
@@ -250,6 +271,8 @@ def test_what_the_rules_allow_is_not_found(tmp_path: Path) -> None:
             "config": "import math",
             "engine/runner": "import numpy\nfrom crucible.config import ModelConfig\nfrom .pages import Pages",
             "serve/worker": "from crucible.engine import runner",
+            "serve/app": "import fastapi\nfrom starlette.requests import Request",
+            "serve/process": "import subprocess, zmq",
             "serve/openai/chat": "from ..protocol import Event\nfrom . import stream\nfrom crucible import __version__",
             "train/loop": "import torch\nfrom crucible.model.norms import RMSNorm",
             "client/library": "from crucible.serve.protocol import Event",
