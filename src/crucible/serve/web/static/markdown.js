@@ -256,6 +256,8 @@ function emphasis(text, at, depth) {
     if (/\s|^$/.test(text[start] ?? "") || (mark[0] === "_" && /\w/.test(text[at - 1] ?? ""))) continue;
     const limit = start + 2000;
     for (let end = text.indexOf(mark, start + 1); end > 0 && end < limit; end = text.indexOf(mark, end + 1)) {
+      // Of three, the first closes what is within.
+      if (mark.length === 2 && text[end + 2] === mark[0]) end += 1;
       const isClosing = !/\s/.test(text[end - 1]) && text[end - 1] !== "\\" && !(mark[0] === "_" && /\w/.test(text[end + mark.length] ?? ""));
       const isDouble = mark.length === 1 && (text[end + 1] === mark || text[end - 1] === mark);
       if (isClosing && !isDouble) return { node: h(tag, {}, inline(text.slice(start, end), depth + 1)), end: end + mark.length };
