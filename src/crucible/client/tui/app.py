@@ -144,7 +144,7 @@ class ChatApp(App[None]):
             self.conversation = self.conversation.branch(self._editing)
             self._editing = None
         prompt = self.query_one(Prompt)
-        prompt.clear_sent()
+        prompt.action_clear_sent()
         prompt.earlier.append(message.text)
         self.conversation.turns += [Turn("user", message.text), Turn("assistant", "")]
         self._save()
@@ -240,7 +240,7 @@ class ChatApp(App[None]):
             self._reply.cancel()
         elif self._editing is not None:
             self._editing = None
-            self.query_one(Prompt).clear_sent()
+            self.query_one(Prompt).action_clear_sent()
             self._show()
 
     def action_help(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual.binding import Binding, BindingType
@@ -31,9 +31,9 @@ class Prompt(TextArea):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("alt+enter,shift+enter,ctrl+j", "newline", "New line", show=False),
-        Binding("ctrl+u", "empty", "Clear", show=False),
+        Binding("ctrl+u", "clear_sent", "Clear", show=False),
     ]
+    NEWLINES: Final = ("alt+enter", "shift+enter", "ctrl+j")
 
     class Sent(Message):
         """Enter was pressed."""
@@ -56,22 +56,20 @@ class Prompt(TextArea):
         self.load_text(text)
         self.move_cursor(self.document.end)
 
-    def clear_sent(self) -> None:
+    def action_clear_sent(self) -> None:
         """Empty it for the next message."""
         self._position, self._draft = 0, ""
         self.load_text("")
 
-    def action_newline(self) -> None:
-        self.insert("\n")
-
-    def action_empty(self) -> None:
-        self.clear_sent()
-
     async def _on_key(self, event: Key) -> None:
-        if event.key == "enter":
+        # Not as bindings: those can overtake what was typed before.
+        if event.key == "enter" or event.key in self.NEWLINES:
             event.stop()
             event.prevent_default()
-            self.post_message(self.Sent(self.text))
+            if event.key == "enter":
+                self.post_message(self.Sent(self.text))
+            else:
+                self.insert("\n")
         else:
             await super()._on_key(event)
 
