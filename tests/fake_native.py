@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +38,7 @@ class FakeServer:
 
     Attributes:
         texts: of the tokens of every reply.
-        pause: seconds before each.
+        pause: seconds from one to the next.
         breaks_after: so many tokens the connection is closed; None never.
         refusal: status and body that it answers a request with.
         error_event: the data of the event that ends a stream in place of `done`.
@@ -100,10 +101,11 @@ class FakeServer:
             self._whole(writer, *self.refusal)
             return
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        began = time.perf_counter()
         for i, text in enumerate(self.texts):
             if i == self.breaks_after:
                 return
-            await asyncio.sleep(self.pause)
+            await asyncio.sleep(began + (i + 1) * self.pause - time.perf_counter())
             await self._event(writer, "token", {"token_id": i, "text": text})
         if self.error_event is not None:
             await self._event(writer, "error", self.error_event)
