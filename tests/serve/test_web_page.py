@@ -251,6 +251,13 @@ def test_a_refusal_is_told_in_the_servers_words(open_page: Callable[..., Opened]
     assert "do not fit the context of 256" in at.page.inner_text(".reply .label")
     assert len(at.trouble) == 1  # the browser's own line about a status of 400
     assert "400" in at.trouble.pop()
+    # What was not answered is no part of what is said next, and another try takes its place.
+    at.set(max_tokens=4)
+    with at.page.expect_request("**/stream") as sent:
+        at.ask("Less")
+    assert [message["content"] for message in sent.value.post_data_json["messages"]] == ["Less"]
+    at.page.reload()
+    assert at.texts(".said") == ["Too much", "Less"]
 
 
 def test_a_key_is_asked_for_until_it_is_right(
@@ -324,6 +331,7 @@ def test_tokens_show_what_else_could_have_stood_there(at: Opened) -> None:
 
 
 def test_tokens_of_a_reply_are_those_of_the_reply(at: Opened) -> None:
+    at.set(seed=3)
     at.ask("Hello")
     text = at.kept()[0]["messages"][1]["variants"][0]["token_ids"]
     at.page.click("[aria-label='What the model considered']")

@@ -134,12 +134,12 @@ function again(message) {
   if (running) return;
   const was = message.variants[message.at];
   const fields = parameters();
-  if (fields.temperature == null) {
+  if (fields.temperature != null) fields.seed = randomSeed();
+  else if (was.status === "done" && was.params.temperature == null) {
     notice("Greedy decoding gives this text every time. Choose Sampled in the settings for others.");
-    if (was.status === "done") return;
-  } else {
-    fields.seed = randomSeed();
+    return;
   }
+  if (!was.token_ids.length) message.variants.splice(message.at, 1);
   answer(conversation, message, fields);
 }
 
@@ -288,7 +288,8 @@ function footer(message, reply, at) {
   return h("footer", {},
     label && h("p", { class: "label", role: reply.status === "error" ? "alert" : null }, label),
     h("div", { class: "actions" },
-      message.variants.length > 1 && variants(message),
+      // Only of the last one: what follows was said to the others.
+      isLast && message.variants.length > 1 && variants(message),
       h("span", { class: "facts" }, facts.map((fact) => h("span", {}, fact))),
       h("span", { class: "buttons" },
         iconButton("copy", "Copy this reply", (event) => copy(reply.text, event.currentTarget)),

@@ -23,7 +23,7 @@ const PLOTS = [
   { title: "Requests", unit: "", format: number, isWhole: true, least: 4, series: [
     { name: "active", key: "active", kind: "main", area: true }, { name: "queued", key: "queued", kind: "other" }] },
   { title: "Batch", unit: "requests per step", format: number, isWhole: true, least: 4, series: [
-    { name: "mean", key: "batch", kind: "main", area: true }, { name: "last", key: "lastBatch", kind: "other" }] },
+    { name: "mean", key: "batch", kind: "main", area: true }] },
   { title: "Cache", unit: "pages", format: number, isWhole: true, least: 4, limit: () => limits.pages, series: [
     { name: "in use", key: "pages", kind: "main", area: true }] },
   { title: "Time to first token", unit: "", format: seconds, least: 0.01, series: [
@@ -115,7 +115,7 @@ function take(told, at) {
   push({
     rate: rate((one) => one.tokens.generated), promptRate: rate((one) => one.tokens.prompt),
     active: told.active + told.prefilling, queued: told.queued,
-    batch: plans > 0 ? (told.decode.rows - before.told.decode.rows) / plans : 0, lastBatch: told.active ? told.batch.last : 0,
+    batch: plans > 0 ? (told.decode.rows - before.told.decode.rows) / plans : 0,
     pages: told.pages.used, first50: first(0.5), first95: first(0.95), gap50: gap(0.5), gap95: gap(0.95),
   });
   TILES.forEach(([, value], one) => (tiles[one].lastChild.textContent = value(samples.at(-1), told)));

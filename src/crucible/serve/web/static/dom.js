@@ -102,6 +102,7 @@ export function plural(number, word) {
 
 export function seconds(value) {
   if (value == null || !Number.isFinite(value)) return "–";
+  if (value === 0) return "0";
   if (value < 0.001) return `${Math.round(value * 1e6)} µs`;
   if (value < 0.01) return `${(value * 1000).toFixed(1)} ms`;
   if (value < 1) return `${Math.round(value * 1000)} ms`;
@@ -111,7 +112,7 @@ export function seconds(value) {
 export function number(value) {
   if (value == null || !Number.isFinite(value)) return "–";
   if (value >= 100 || Number.isInteger(value)) return Math.round(value).toLocaleString("en");
-  return value.toFixed(value < 10 ? 2 : 1);
+  return value.toFixed(1);
 }
 
 export function duration(value) {

@@ -93,9 +93,15 @@ export function onConversations(changed) {
   });
 }
 
-// What has been said, as a request's `messages`: of each reply the text that is shown.
+// What has been said, as a request's `messages`: of each reply the text that is shown. A question that got none is left
+// out: templates want the roles in turn.
 export function asMessages(messages, system) {
-  const found = messages.map((one) =>
-    one.role === "user" ? { role: "user", content: one.content } : { role: "assistant", content: one.variants[one.at].text });
+  const found = [];
+  for (const one of messages) {
+    const reply = one.variants?.[one.at];
+    if (!reply) found.push({ role: "user", content: one.content });
+    else if (reply.text || reply.status === "done") found.push({ role: "assistant", content: reply.text });
+    else found.pop();
+  }
   return system ? [{ role: "system", content: system }, ...found] : found;
 }

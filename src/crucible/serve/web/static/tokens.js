@@ -82,6 +82,8 @@ async function go(own, kept = []) {
   output.replaceChildren(...tokens.map(tokenElement));
   showRun();
   showSide();
+  // Where the alternatives lie over the page's end, the text is brought above them.
+  if (matchMedia("(max-width: 760px)").matches) output.parentElement.scrollIntoView({ block: "start" });
   const result = await generate({ ...own, logprobs: TOP }, { signal: mine.signal, onToken: (token) => {
     if (mine !== controller) return;
     tokens.push(token);
@@ -136,7 +138,7 @@ function tokenElement(token, at) {
   return h("span", {
     class: `token s${surprise(token.logprob)}${token.forced ? " forced" : ""}${text.includes("\n") ? " breaks" : ""}`, role: "option", "data-token": at, tabindex: at === 0 ? "0" : "-1",
     "aria-selected": String(at === chosen), "aria-label": `${text.trim() || visible(text)}, ${percent(token.logprob)}`,
-  }, text.replace(/\n/g, "↵\n"));
+  }, text.replace(/\n/g, "↵\n") || visible(text));
 }
 
 function choose(at, { focus = true } = {}) {
