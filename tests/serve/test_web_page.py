@@ -265,6 +265,12 @@ def test_a_key_is_asked_for_until_it_is_right(
 ) -> None:
     at = open_page(make_server("--api-key", "secret"))
     at.set(max_tokens=4)
+    at.page.click("nav a[href='#/service']")
+    at.page.click(".key-dialog .outlined")
+    at.page.wait_for_timeout(1200)
+    assert not at.page.locator(".key-dialog").count()
+    assert at.texts("#view-service .verdict") == ["The server asks for a key."]
+    at.page.click("nav a[href='#/chat']")
     at.page.fill("#message", "Let me in")
     at.page.press("#message", "Enter")
     at.page.fill("#key", "wrong")

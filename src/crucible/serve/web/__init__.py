@@ -38,7 +38,6 @@ _HEADERS: Final = {
     "content-security-policy": CONTENT_SECURITY_POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     # Kept, but asked for again each time: an upgrade shows at once, and costs no bytes where there was none.
     "cache-control": "no-cache",

@@ -12,13 +12,14 @@ export class ApiError extends Error {
 
 let askForKey = null;
 let asking = null;
+let isDeclined = false; // what nobody has asked for just now does not ask again
 
 // How a key is got: a function that resolves to one, or to null.
 export function onKeyNeeded(ask) {
   askForKey = ask;
 }
 
-async function call(path, { body, accept, signal } = {}) {
+async function call(path, { body, accept, signal, isAutomatic = false } = {}) {
   for (;;) {
     const headers = { accept: accept ?? "application/json" };
     const key = sessionStorage.getItem(KEY);
@@ -34,8 +35,8 @@ async function call(path, { body, accept, signal } = {}) {
     if (response.status !== 401 || !askForKey) return response;
     if (sessionStorage.getItem(KEY) === key) {
       // One question, whatever number of requests wait for its answer.
-      asking ??= askForKey(key != null).finally(() => (asking = null));
-      const given = await asking;
+      const given = isAutomatic && isDeclined ? null : await (asking ??= askForKey(key != null).finally(() => (asking = null)));
+      isDeclined = !given;
       if (!given) throw new ApiError(401, "The server asks for a key.");
       sessionStorage.setItem(KEY, given);
     }
@@ -62,7 +63,7 @@ export async function health() {
 }
 
 export async function metrics() {
-  return (await checked(await call("metrics"))).json();
+  return (await checked(await call("metrics", { isAutomatic: true }))).json();
 }
 
 export async function tokenize(body) {
