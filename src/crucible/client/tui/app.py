@@ -31,7 +31,7 @@ from crucible.client.tui.transcript import Transcript
 from crucible.serve.protocol import ApiError
 
 SHORTEST_FRAME: Final = 1 / 30
-_LONGEST_FRAME: Final = 1 / 5
+_LONGEST_FRAME: Final = 1 / 2
 _SHARE: Final = 0.07
 """Of a core, what frames may be drawn with while a reply comes: where one costs more, there are fewer."""
 _REMEMBERED: Final = 200
