@@ -16,7 +16,8 @@ from starlette.responses import Response
 
 from crucible.serve.protocol import ApiError, Reply, Surface
 from crucible.serve.reading import read_body
-from crucible.serve.service import Running, Service, collect
+from crucible.serve.running import Running, collect
+from crucible.serve.service import Service
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]

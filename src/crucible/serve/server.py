@@ -191,19 +191,19 @@ class _Server:
         service.is_draining = True
         again = asyncio.create_task(self._signals.get())
         deadline = time.monotonic() + self._settings.drain_seconds
-        if service.num_running:
+        if service.running:
             print(
-                f"stopping: {service.num_running} requests have {self._settings.drain_seconds:g} s to end; "
+                f"stopping: {len(service.running)} requests have {self._settings.drain_seconds:g} s to end; "
                 "once more to stop at once",
                 file=sys.stderr,
             )
-        while service.num_running and time.monotonic() < deadline and not again.done():
+        while service.running and time.monotonic() < deadline and not again.done():
             await asyncio.sleep(0.05)
         if again.done():
             await service.supervisor.stop()
             os._exit(128 + again.result())
         service.stop_all(ApiError("unavailable", "the server is stopping"))
         flushed = time.monotonic() + _FLUSH_SECONDS
-        while service.num_running and time.monotonic() < flushed:
+        while service.running and time.monotonic() < flushed:
             await asyncio.sleep(0.01)
         again.cancel()
