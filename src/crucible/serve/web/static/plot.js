@@ -1,4 +1,5 @@
-// Lines over time with axes, as SVG. Series are lists of numbers, null where there was nothing to measure.
+// Lines over time with axes, as SVG. A sample has the time `at`, in seconds, and a number for each series, null where
+// there was nothing to measure.
 
 import { h, svg } from "./dom.js";
 
@@ -15,8 +16,8 @@ export function ticks(highest, isWhole = false) {
 
 // A figure that `show` redraws. `series`: [{name, key, kind: "main" | "other", area}].
 export class Plot {
-  constructor({ title, unit, series, format, limit, least, isWhole, span, every }) {
-    Object.assign(this, { series, format, limit, least, isWhole, span, every, samples: [] });
+  constructor({ title, unit, series, format, limit, least, isWhole, span }) {
+    Object.assign(this, { series, format, limit, least, isWhole, span, samples: [] });
     this.unit = h("small", {}, unit);
     this.canvas = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" });
     this.values = series.map(() => h("b", {}, "–"));
@@ -42,8 +43,8 @@ export class Plot {
     this.draw();
   }
 
-  x(at) {
-    return WIDTH - RIGHT - ((this.samples.length - 1 - at) * (WIDTH - LEFT - RIGHT)) / (this.span - 1);
+  x(sample) {
+    return WIDTH - RIGHT - ((this.samples.at(-1).at - sample.at) * (WIDTH - LEFT - RIGHT)) / this.span;
   }
 
   draw() {
@@ -55,9 +56,9 @@ export class Plot {
     const marks = ticks(Math.max(highestKnown, limit ?? 0, this.least ?? 0), this.isWhole);
     const highest = marks.at(-1);
     const y = (value) => HEIGHT - BOTTOM - (value / highest) * (HEIGHT - TOP - BOTTOM);
-    const at = this.hover == null ? samples.length - 1 : samples.findIndex((_, one) => this.x(one) >= this.hover);
-    const shown = at < 0 ? samples.length - 1 : at;
-    const words = series.map((one) => this.format(samples[shown]?.[one.key]));
+    const at = this.hover == null ? samples.length - 1 : samples.findIndex((one) => this.x(one) >= this.hover);
+    const shown = samples.at(at);
+    const words = series.map((one) => this.format(shown?.[one.key]));
     words.forEach((word, one) => (this.values[one].textContent = word));
     this.canvas.setAttribute("aria-label", `${this.title}, now: ${series.map((one, i) => `${one.name} ${words[i]}`).join(", ")}`);
     this.canvas.replaceChildren(
@@ -67,13 +68,13 @@ export class Plot {
       ...this.times(),
       ...series.toReversed().flatMap((one) => this.lines(one, y)),
       ...(limit ? [svg("line", { class: "limit", x1: LEFT, x2: WIDTH - RIGHT, y1: y(limit), y2: y(limit) })] : []),
-      ...(this.hover != null && samples.length ? [svg("line", { class: "hover", x1: this.x(shown), x2: this.x(shown), y1: TOP, y2: HEIGHT - BOTTOM })] : []));
+      ...(this.hover != null && shown ? [svg("line", { class: "hover", x1: this.x(shown), x2: this.x(shown), y1: TOP, y2: HEIGHT - BOTTOM })] : []));
   }
 
   times() {
     const width = (WIDTH - LEFT - RIGHT) / 4;
     return [0, 1, 2, 3, 4].map((one) => {
-      const ago = Math.round(((4 - one) * (this.span - 1) * this.every) / 4);
+      const ago = ((4 - one) * this.span) / 4;
       return svg("text", { class: "time", x: LEFT + one * width, y: HEIGHT - 6, "text-anchor": one === 4 ? "end" : one ? "middle" : "start" }, ago ? `−${ago} s` : "now");
     });
   }
@@ -81,9 +82,9 @@ export class Plot {
   // One path for each stretch without a hole.
   lines(one, y) {
     const runs = [[]];
-    this.samples.forEach((sample, at) => {
+    this.samples.forEach((sample) => {
       const value = sample[one.key];
-      if (Number.isFinite(value)) runs.at(-1).push([this.x(at), y(value)]);
+      if (Number.isFinite(value)) runs.at(-1).push([this.x(sample), y(value)]);
       else if (runs.at(-1).length) runs.push([]);
     });
     return runs.filter((points) => points.length).flatMap((points) => {
