@@ -117,9 +117,14 @@ def children(pid: int) -> list[int]:
 
 
 def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
+    """Raises AssertionError for processes that are left, which are ended then all the same."""
     deadline = time.monotonic() + seconds
     while left := [pid for pid in pids if _is_alive(pid)]:
-        assert time.monotonic() < deadline, f"processes are left: {left}"
+        if time.monotonic() > deadline:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"processes are left: {left}")
         time.sleep(0.01)
 
 

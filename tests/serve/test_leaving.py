@@ -401,7 +401,10 @@ def starting(make_server: Callable[..., Server]) -> Callable[..., Server]:
         server = make_server("--port", str(port), *options, wait=False)
         server.url = f"http://127.0.0.1:{port}"
         server.family = server.wait_for(lambda: children(server.pid))
-        os.kill(server.family[0], signal.SIGSTOP)
+        (engine,) = server.family
+        # Before it is a program of its own its parent waits for it, as for any it starts.
+        server.wait_for(lambda: b"crucible.serve.worker" in Path(f"/proc/{engine}/cmdline").read_bytes())
+        os.kill(engine, signal.SIGSTOP)
         server.wait_for(lambda: server.get("/health"))
         return server
 
