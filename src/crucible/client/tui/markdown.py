@@ -29,7 +29,7 @@ THEME: Final = Theme(
         "markdown.link_url": "underline #6fc3df",
     }
 )
-_CODE_THEME: Final = "nord"
+_CODE_THEME: Final = "one-dark"
 # Raw HTML would not be shown at all.
 _PARSER: Final = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
 _CONTROL: Final = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if code not in b"\t\n"}

@@ -27,7 +27,6 @@ class Prompt(TextArea):
     DEFAULT_CSS = """
     Prompt { height: auto; max-height: 8; border: round $foreground 40%; padding: 0 1; background: $background; }
     Prompt:focus { border: round $primary; }
-    Prompt .text-area--cursor { text-style: reverse; background: $background; color: $foreground; }
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
