@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -91,6 +92,12 @@ def serving(
         process.kill()
         process.wait()
         wait_until_gone(family)
+
+
+def free_port() -> int:
+    """One that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
 
 
 def events_of(body: str) -> list[tuple[str, Any]]:
