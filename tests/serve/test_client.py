@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 from fake_native import FakeServer
-from serve_process import Server, children, wait_until_gone
+from serve_process import Server
 
 from crucible.client import Client, Done, Link, Token, UnreachableError, link
 from crucible.client.http import Address, Chunks
@@ -60,12 +55,16 @@ def test_a_refusal_is_an_error_with_its_fields(server: Server) -> None:
     assert (refused.value.kind, refused.value.param) == ("invalid", "temperature")
 
 
-def test_a_key_is_sent(make_server: Callable[..., Server]) -> None:
-    server = make_server("--api-key", "secret", backend="null")
-    with pytest.raises(ApiError) as refused:
-        asyncio.run(collect(Client(server.url), QUESTION))
-    assert refused.value.kind == "authentication"
-    assert len(asyncio.run(collect(Client(server.url, "secret"), QUESTION))) == 25
+def test_a_key_is_sent() -> None:
+    async def ask(key: str | None) -> bool:
+        async with FakeServer().running() as server:
+            await collect(Client(server.url, key), QUESTION)
+            await Client(server.url, key).metrics()
+            (first, second) = ("\r\nauthorization: Bearer secret\r\n" in head for head in server.headers)
+            return first and second
+
+    assert asyncio.run(ask("secret"))
+    assert not asyncio.run(ask(None))
 
 
 @pytest.mark.parametrize("piece_bytes", [None, 1, 7])
@@ -187,34 +186,6 @@ def test_pauses_grow_up_to_a_longest(monkeypatch: pytest.MonkeyPatch) -> None:
         asyncio.run(watched._attempt())
         pauses.append(watched._pause())
     assert pauses == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
-
-
-# ---- a server of its own ------------------------------------------------------------------------------------------
-
-CHILD = """
-import sys, time
-from crucible.client.child import serving
-with serving(sys.argv[1], ["--backend", "null"], on_progress=print) as url:
-    print(url, flush=True)
-    if sys.argv[2] == "end":
-        sys.exit()
-    time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("way", ["end", "kill"])
-def test_a_server_of_its_own_ends_with_it(toy_model: Path, way: str) -> None:
-    process = subprocess.Popen([sys.executable, "-c", CHILD, str(toy_model), way], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    url = next(line.strip() for line in process.stdout if line.startswith("http"))
-    family = [pid for child in children(process.pid) for pid in (child, *children(child))]
-    if way == "kill":
-        assert asyncio.run(Client(url).health()).status == "ok"
-        assert len(family) == 2
-        os.kill(process.pid, signal.SIGKILL)
-    process.wait(20)
-    process.stdout.close()
-    wait_until_gone(family)
 
 
 def test_a_server_that_does_not_start_says_why() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Annotated, Literal
@@ -45,6 +46,8 @@ def chat(
     """Talk with a model in the terminal: one that is served already, or MODEL, served for as long as this runs."""
     if model is not None and server is not None:
         raise CrucibleError("give MODEL, which is then served here, or --server, whose model is its own; not both")
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise CrucibleError("chat needs a terminal; `crucible generate` prints a reply anywhere")
     # Textual reads it when it is imported: screens a second, at most.
     os.environ.setdefault("TEXTUAL_FPS", "30")
     from platformdirs import user_data_path

@@ -131,7 +131,7 @@ class ChatApp(App[None]):
 
     @property
     def is_replying(self) -> bool:
-        return self._reply is not None
+        return self._reply is not None and not self._reply.done()
 
     def on_prompt_sent(self, message: Prompt.Sent) -> None:
         """Send it, unless a reply is under way: then it stays in the input."""
@@ -171,7 +171,8 @@ class ChatApp(App[None]):
                     before, used = used, time.process_time()
                     await asyncio.sleep(max(SHORTEST_FRAME, min(_LONGEST_FRAME, (used - before) / _SHARE)))
         except asyncio.CancelledError:
-            turn.note = f"stopped after {_tokens(speed.tokens)}"
+            how = "the server was gone" if self.link.state == "disconnected" else "stopped"
+            turn.note = f"{how} after {_tokens(speed.tokens)}"
         except UnreachableError as error:
             turn.note = f"the connection was lost after {_tokens(speed.tokens)}: {error.message}"
             self.link.hurry()

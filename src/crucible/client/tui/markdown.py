@@ -58,11 +58,6 @@ class Block:
         self._position = 0
         """Where in the text the last block begins."""
 
-    @classmethod
-    def empty(cls) -> Block:
-        """Without text or a place."""
-        return cls(Console(), Style(), 1, is_markdown=False)
-
     def lines(self, text: str) -> tuple[list[Strip], int]:
         """All lines of a text that began as the last one did; and how many of them are as they were before."""
         if not self._is_markdown:

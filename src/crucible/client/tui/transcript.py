@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Hashable, Sequence
 from typing import Final
 
 from rich.segment import Segment
@@ -48,7 +49,9 @@ class Transcript(Widget):
         self._model = ""
         self._base = Style()
         self._strips: list[Strip] = []
-        self._last = Block.empty()
+        self._made: list[tuple[Hashable, int]] = []
+        """Of each turn: what its lines were made of, and the first of them."""
+        self._last: Block | None = None
         self._last_start = 0
         """The first line of the last turn's text."""
         self._top: int | None = None
@@ -56,22 +59,34 @@ class Transcript(Widget):
 
     def show(self, turns: Sequence[Turn], model: str) -> None:
         """Show a conversation, wherever it was scrolled to."""
-        self._turns, self._model, self._strips, self._base = turns, model, [], self.rich_style
+        self._turns, self._model, self._base = turns, model, self.rich_style
+        contents = [(turn.role, turn.text, turn.note, model, self.size.width) for turn in turns]
+        same = zip(contents[:-1], self._made, strict=False)
+        kept = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1][0], same))
+        if kept < len(self._made) or not kept:
+            del self._strips[self._made[kept][1] if kept else 0 :]
+        del self._made[kept:]
         if not turns:
             self._append(self._block(_DIM).lines(_WELCOME)[0], "assistant")
-        for turn in turns:
-            name = "You" if turn.role == "user" else printable(model) or "Model"
-            self._append(self._block(Style(bold=True, color=_COLORS[turn.role])).lines(name)[0], turn.role)
-            self._last = self._block(Style(), is_markdown=turn.role == "assistant")
-            self._last_start = len(self._strips)
-            self._append(self._last.lines(turn.text)[0], turn.role)
-            if turn.note:
-                self._append(self._block(_DIM).lines(f"─ {turn.note}")[0], turn.role)
-            self._append([Strip.blank(self._width, self._base)], "assistant")
+        for turn, content in zip(turns[kept:], contents[kept:], strict=True):
+            self._made.append((content, len(self._strips)))
+            self._add(turn)
         self._moved()
+
+    def _add(self, turn: Turn) -> None:
+        name = "You" if turn.role == "user" else printable(self._model) or "Model"
+        self._append(self._block(Style(bold=True, color=_COLORS[turn.role])).lines(name)[0], turn.role)
+        self._last = self._block(Style(), is_markdown=turn.role == "assistant")
+        self._last_start = len(self._strips)
+        self._append(self._last.lines(turn.text)[0], turn.role)
+        if turn.note:
+            self._append(self._block(_DIM).lines(f"─ {turn.note}")[0], turn.role)
+        self._append([Strip.blank(self._width, self._base)], "assistant")
 
     def grow(self) -> None:
         """The last turn has more text than before."""
+        if self._last is None:
+            return
         top = self.top
         lines, kept = self._last.lines(self._turns[-1].text)
         start = self._last_start + kept
