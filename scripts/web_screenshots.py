@@ -99,6 +99,7 @@ def pictures(browser: Browser, url: str, theme: str, size: str, busy_seconds: fl
         ask(page, question)
     page.mouse.move(width // 2, 10)
     page.evaluate("document.querySelector('#scroll').scrollTop = 0")
+    page.wait_for_timeout(300)  # for colours to have settled
     yield "chat", page.screenshot()
     page.evaluate("document.querySelector('#scroll').scrollTop = 1e6")
     yield "reply", page.screenshot()

@@ -215,6 +215,7 @@ def test_another_seed_gives_another_reply_and_both_stay(at: Opened) -> None:
     at.ask("Surprise me")
     at.page.click(".regenerate")
     at.page.locator(".variants").wait_for()
+    assert at.page.evaluate("document.activeElement.id") == "message"
     first, second = at.kept()[0]["messages"][1]["variants"]
     assert first["seed"] != second["seed"]
     assert first["token_ids"] != second["token_ids"]

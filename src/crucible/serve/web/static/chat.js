@@ -182,6 +182,7 @@ async function answer(own, message, fields = parameters()) {
   const isAtEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 120;
   showAll();
   follow(isAtEnd);
+  if (document.activeElement === document.body) focusChat(); // what had the focus was drawn anew
   announce(`${said(reply)} ${reply.text.slice(0, 4000)}`);
 }
 
