@@ -370,6 +370,21 @@ def test_copy_and_save(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_what_the_mouse_selects_is_copied(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with faking(tmp_path, texts=["first line\nsecond line\n\nthird"]) as (_, session):
+            await session.ask("A question")
+            await session.until(lambda: session.shows("third"))
+            await session.pilot.mouse_down(Transcript, offset=(9, 4))
+            await session.pilot.hover(Transcript, offset=(7, 7))
+            await session.pilot.mouse_up(Transcript, offset=(7, 7))
+            await session.press("ctrl+c")
+            assert session.app.clipboard.startswith("line\nsecond line\n\nthir")
+            assert session.app.is_running
+
+    asyncio.run(run())
+
+
 def test_help_names_every_key() -> None:
     def keys(text: str) -> set[str]:
         text = text.lower().replace("esc", "escape").replace("pgup", "pageup").replace("pgdn", "pagedown")

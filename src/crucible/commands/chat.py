@@ -60,7 +60,9 @@ def chat(
     with ExitStack() as stack:
         if model is not None:
             server = stack.enter_context(_serving(model, ["--backend", backend, "--weights", weights], api_key))
-        ChatApp(Client(server or "http://127.0.0.1:8080", api_key or None), store).run()
+        chat_app = ChatApp(Client(server or "http://127.0.0.1:8080", api_key or None), store)
+        chat_app.run()
+    raise typer.Exit(chat_app.return_code or 0)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Hashable, Sequence
 from typing import Final
 
@@ -19,6 +20,7 @@ from crucible.client.store import Turn
 from crucible.client.tui.markdown import Block, printable
 
 _BARS: Final = {"user": " ▌ ", "assistant": "   "}
+_MARGIN: Final = re.compile("^(" + "|".join(_BARS.values()) + ")", re.MULTILINE)
 _COLORS: Final = {"user": "#6fc3df", "assistant": "#e6a35c"}
 _DIM: Final = Style(dim=True, italic=True)
 _WHEEL_LINES: Final = 3
@@ -167,8 +169,9 @@ class Transcript(Widget):
         return True
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
-        """As `Widget.get_selection`."""
-        return selection.extract("\n".join(strip.text.rstrip() for strip in self._strips)), "\n"
+        """As `Widget.get_selection`; without the margin."""
+        text = selection.extract("\n".join(strip.text.rstrip() for strip in self._strips))
+        return _MARGIN.sub("", text), "\n"
 
     def selection_updated(self, selection: Selection | None) -> None:
         """As `Widget.selection_updated`."""
