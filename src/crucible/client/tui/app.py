@@ -202,6 +202,8 @@ class ChatApp(App[None]):
         self.query_one(RequestFigures).refresh()
 
     def _link_changed(self) -> None:
+        if not self.query(Header):  # while the application closes its widgets go before the task that watches
+            return
         health = self.link.health
         if health is not None and health.model and self.conversation.model != health.model:
             self.conversation.model = health.model
