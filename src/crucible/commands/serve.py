@@ -57,7 +57,10 @@ def serve(
     prefill_budget: Annotated[
         int | None,
         typer.Option(
-            help="Prompt tokens per step over all requests.", min=1, show_default="512", rich_help_panel=_LIMITS
+            help="Prompt tokens per step over all requests.",
+            min=1,
+            show_default="128 on the backend cpu, else 512",
+            rich_help_panel=_LIMITS,
         ),
     ] = None,
     prefill_chunk: Annotated[

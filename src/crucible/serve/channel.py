@@ -21,7 +21,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_batch: requests that are computed at once; more wait.
         kv_pages: pages of 16 positions of the key/value cache; None for as many as `max_batch` requests may need, as
             far as memory goes.
-        prefill_budget, prefill_chunk, look_ahead: as for `Engine`; None for its defaults.
+        prefill_budget, prefill_chunk, look_ahead: as for `Engine`; None for its defaults, but for a budget
+            that suits the backend.
     """
 
     model: str

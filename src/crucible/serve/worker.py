@@ -120,7 +120,13 @@ def _wait_for_end_of_input() -> None:
 def _load(config: EngineConfig, notify: Callable[[str], Any], began: float) -> tuple[Engine, Ready]:
     """Raises CrucibleError: the model cannot be had or run, or an option is out of range."""
     from crucible.engine.backend import PAGE_SIZE
-    from crucible.engine.backends import affordable_pages, default_weight_format, make_backend, resolve_backend
+    from crucible.engine.backends import (
+        affordable_pages,
+        default_weight_format,
+        make_backend,
+        resolve_backend,
+        serving_budget,
+    )
     from crucible.engine.engine import Engine
     from crucible.engine.fingerprint import fingerprint
     from crucible.models import LoadedModel, resolve, resolve_text
@@ -144,7 +150,8 @@ def _load(config: EngineConfig, notify: Callable[[str], Any], began: float) -> t
             null_ids=model.tokenizer.encode(_NULL_TEXT) if name == "null" else (),
         )
     options = {key: getattr(config, key) for key in ("prefill_budget", "prefill_chunk", "look_ahead")}
-    chosen = {key: value for key, value in options.items() if value is not None}
+    chosen = {"prefill_budget": serving_budget(name)}
+    chosen |= {key: value for key, value in options.items() if value is not None}
     engine = Engine(backend, eos_ids=model.generation.eos_token_ids, **chosen)
     return engine, Ready(
         backend=name,
