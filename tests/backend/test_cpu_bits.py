@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from architectures import architectures
 from cells import axis_cells, toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from toy_weights import toy_weights
 
 pytest.importorskip("numba")
 
-from crucible.config import AXES, ModelConfig, default_kv_heads
+from crucible.config import ModelConfig
 from crucible.engine.backend import NONE, PAGE_SIZE, Segment, SlotSpec, StepPlan, decode, prefill
 from crucible.engine.cpu import CpuBackend
 from crucible.engine.cpu.backend import MAX_ROWS
@@ -174,27 +175,9 @@ def test_helpers_end_with_their_backend() -> None:
         assert not helper.is_alive()
 
 
-@st.composite
-def architectures(draw: st.DrawFn) -> ModelConfig:
-    """Any axes and sizes, most of them no multiple of a lane, a tile or a chunk."""
-    axes = {axis: draw(st.sampled_from(values)) for axis, values in AXES.items()}
-    heads = draw(st.sampled_from([4, 6, 8, 9]))
-    head_dim = draw(st.integers(1, 70))
-    return long(
-        **axes,
-        vocab_size=draw(st.integers(2, 300)),
-        hidden_size=draw(st.integers(1, 300)),
-        intermediate_size=draw(st.integers(1, 600)),
-        num_attention_heads=heads,
-        num_key_value_heads=default_kv_heads(heads, axes["attention"]),
-        head_dim=head_dim + head_dim % 2,
-        tie_word_embeddings=draw(st.booleans()),
-    )
-
-
 @settings(max_examples=25, deadline=None)
 @given(
-    architectures(),
+    architectures(long),
     st.sampled_from(WEIGHT_FORMATS),
     st.lists(st.integers(1, 60), min_size=1, max_size=6),
     st.integers(1, 149),

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from architectures import architectures
 from cells import axis_cells, foreign_cells, toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_weights import toy_weights
 
-from crucible.config import AXES, ModelConfig, default_kv_heads
+from crucible.config import ModelConfig
 from crucible.engine.backend import NONE, PAGE_SIZE, Segment, SlotSpec, StepPlan, prefill
 from crucible.engine.reference import ReferenceBackend, ops
 from crucible.engine.request import SamplingParams
@@ -140,24 +141,6 @@ def test_batch_neighbours_do_not_matter(config: ModelConfig) -> None:
             found[segment.slot].append(logits)
     for slot, ids in requests.items():
         assert_same_bits(np.concatenate(found[slot]), alone(config, ids))
-
-
-@st.composite
-def architectures(draw: st.DrawFn) -> ModelConfig:
-    """Any axes and sizes, most of them no multiple of anything a vector unit or a cache line likes."""
-    axes = {axis: draw(st.sampled_from(values)) for axis, values in AXES.items()}
-    heads = draw(st.sampled_from([4, 6, 8, 9]))
-    head_dim = draw(st.integers(1, 70))
-    return toy(
-        **axes,
-        vocab_size=draw(st.integers(2, 300)),
-        hidden_size=draw(st.integers(1, 300)),
-        intermediate_size=draw(st.integers(1, 600)),
-        num_attention_heads=heads,
-        num_key_value_heads=default_kv_heads(heads, axes["attention"]),
-        head_dim=head_dim + head_dim % 2,
-        tie_word_embeddings=draw(st.booleans()),
-    )
 
 
 @settings(max_examples=15, deadline=None)
