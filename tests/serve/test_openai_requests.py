@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from crucible.serve.openai import CHAT, COMPLETIONS, model, models
+from crucible.serve.openai import CHAT, COMPLETIONS, model, models, refusal
 from crucible.serve.protocol import ApiError, Call, Generate, Served
 
 SERVED = Served(
@@ -381,9 +381,8 @@ def test_errors_carry_message_type_param_and_code(error: ApiError, status: int, 
     if status == 500:
         headers["x-should-retry"] = "false"
     body = {"error": {"message": error.message, "type": kind, "param": error.param, "code": code}}
-    for surface in (CHAT, COMPLETIONS):
-        got_status, got_headers, got_body = surface.refusal(error, "req_1")
-        assert (got_status, got_headers, json.loads(got_body)) == (status, headers, body)
+    got_status, got_headers, got_body = refusal(error, "req_1")
+    assert (got_status, got_headers, json.loads(got_body)) == (status, headers, body)
 
 
 def test_the_model_is_listed_once_and_found_by_its_aliases():

@@ -22,7 +22,7 @@ from crucible.serve import anthropic, openai, security, web
 from crucible.serve.exchange import GONE, respond
 from crucible.serve.native import GENERATE, GENERATE_STREAM, Detokenize, Tokenize
 from crucible.serve.native import refusal as native_refusal
-from crucible.serve.protocol import ApiError, Call, Generate, Surface
+from crucible.serve.protocol import ApiError, Call, Generate, Refusal, Surface
 from crucible.serve.reading import read_body
 from crucible.serve.service import Service
 from crucible.serve.wire import read_json
@@ -144,9 +144,9 @@ def _refused(error: ApiError, request: Request) -> Response:
     """An error in the envelope of the API that a path is of."""
     path = request.url.path.removeprefix("/v1") if request.url.path.startswith("/v1/v1/") else request.url.path
     if path.startswith("/v1/messages") or (path.startswith("/v1/models") and _is_anthropic(request)):
-        refuse: Callable[[ApiError, str], tuple[int, dict[str, str], bytes]] = anthropic.refusal
+        refuse: Refusal = anthropic.refusal
     elif path.startswith(("/v1/chat", "/v1/completions", "/v1/models")):
-        refuse = openai.CHAT.refusal
+        refuse = openai.refusal
     else:
         refuse = native_refusal
     status, headers, body = refuse(error, request.state.request_id)

@@ -40,13 +40,9 @@ class Native:
         request = read_json(body, Generate)
         return [Call(request=request)], Answer(served, request.n or 1, streams=self._streams)
 
-    def refusal(self, error: ApiError, request_id: str) -> tuple[int, dict[str, str], bytes]:
-        """As `Surface.refusal`."""
-        return refusal(error, request_id)
-
 
 def refusal(error: ApiError, request_id: str) -> tuple[int, dict[str, str], bytes]:
-    """As `Surface.refusal`, for every path that is no other API's."""
+    """As `protocol.Refusal`, for every path that is no other API's."""
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
     return error.status, headers, msgspec.json.encode({**_envelope(error), "request_id": request_id})
 

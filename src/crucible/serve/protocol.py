@@ -80,10 +80,33 @@ class ApiError(CrucibleError):
         return STATUS[self.kind]
 
 
+def no_usable_logit() -> ApiError:
+    """Of a choice that ended by "error", for APIs that know no such finish reason."""
+    return ApiError("internal", "the model gave no usable logit", code="no_usable_logit")
+
+
 # ---- requests ---------------------------------------------------------------------------------------------------
 
 
-class Generate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields that the requests of all surfaces have under the same names: `completion.SamplingParams`' own."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+
+
+class Generate(Sampling, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The body of the native `POST /v1/generate` and `/v1/generate/stream`, and what others are turned into.
 
     Exactly one of `prompt` (text or token ids) and `messages` is given. Null stands for a field that is left out. The
@@ -93,21 +116,8 @@ class Generate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
 
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
     n: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
     logprobs: int | None = None
     prompt_logprobs: bool | None = None
 
@@ -279,6 +289,7 @@ class Surface(Protocol):
         """
         ...
 
-    def refusal(self, error: ApiError, request_id: str) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers beside content-type, and JSON body of an error before the first byte of a reply."""
-        ...
+
+Refusal = Callable[[ApiError, str], tuple[int, dict[str, str], bytes]]
+"""How an API says no: from an error before the first byte of a reply, and the request's id, to the status, headers
+beside content-type, and the JSON body."""

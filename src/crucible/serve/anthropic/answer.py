@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from crucible.serve.anthropic.errors import envelope
-from crucible.serve.protocol import ApiError, Burst, Choice, End, Served
+from crucible.serve.protocol import ApiError, Burst, Choice, End, Served, no_usable_logit
 from crucible.serve.wire import json_text
 
 
@@ -35,7 +35,7 @@ class MessageAnswer:
         """As `Reply.whole`. Raises ApiError if the choice failed: Anthropic knows no stop reason for that."""
         (choice,) = choices
         if choice.end.finish_reason == "error":
-            raise _unusable()
+            raise no_usable_logit()
         content = [{"type": "text", "text": choice.text}]
         return msgspec.json.encode({**self._head, "content": content, **_stop(choice.end), "usage": _usage(choice.end)})
 
@@ -72,7 +72,7 @@ class MessageAnswer:
 
     def _ended(self, end: End) -> bytes:
         if end.finish_reason == "error":
-            return self.failed(_unusable())
+            return self.failed(no_usable_logit())
         return _event({"type": "content_block_stop", "index": 0}) + _event(
             {"type": "message_delta", "delta": _stop(end), "usage": _usage(end)}
         )
@@ -100,7 +100,3 @@ _MARK: Final = "\0"
 _BEFORE_TEXT, _BEHIND_TEXT = _event(
     {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": _MARK}}
 ).split(msgspec.json.encode(_MARK))
-
-
-def _unusable() -> ApiError:
-    return ApiError("internal", "the model gave no usable logit", code="no_usable_logit")

@@ -26,7 +26,7 @@ _INVALID: Final = "invalid_request_error"
 
 
 def refusal(error: ApiError, request_id: str) -> tuple[int, dict[str, str], bytes]:
-    """As `Surface.refusal`, for every path of this API."""
+    """As `protocol.Refusal`, for every path of this API."""
     headers = {}
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)

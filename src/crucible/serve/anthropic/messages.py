@@ -6,10 +6,9 @@ from typing import Final
 
 import msgspec
 
-from crucible.serve.anthropic import errors
 from crucible.serve.anthropic.answer import MessageAnswer
 from crucible.serve.anthropic.requests import Conversation, MessagesRequest, check, conversation, generate
-from crucible.serve.protocol import ApiError, Call, Generate, Reply, Served
+from crucible.serve.protocol import Call, Generate, Reply, Served
 from crucible.serve.wire import read_json
 
 
@@ -22,10 +21,6 @@ class Messages:
         check(request, served)
         call = Call(request=generate(request), clamps_max_tokens=True, names={"stop": "stop_sequences"})
         return [call], MessageAnswer(served, streams=bool(request.stream))
-
-    def refusal(self, error: ApiError, request_id: str) -> tuple[int, dict[str, str], bytes]:
-        """As `Surface.refusal`."""
-        return errors.refusal(error, request_id)
 
 
 class CountTokens:

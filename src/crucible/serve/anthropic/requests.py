@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 from crucible.serve.anthropic.models import check_model
-from crucible.serve.protocol import ApiError, Generate, Served
+from crucible.serve.protocol import ApiError, Generate, Sampling, Served
 
 Content: TypeAlias = str | list[dict[str, Any]]
 """Text, or blocks of it."""
@@ -56,13 +56,14 @@ class MessagesRequest(Conversation, kw_only=True, forbid_unknown_fields=True):
     """The body of `/v1/messages`: first the fields that are `Generate`'s, then the others that are honoured, then those
     that have no effect, because they are about billing, caching or abuse, and one that is refused."""
 
+    # Those of `Sampling`, again: a struct has one base.
     max_tokens: int | None = None
+    min_tokens: int | None = None
     temperature: float | None = None
-    top_p: float | None = None
     top_k: int | None = None
+    top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
-    min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     repetition_penalty: float | None = None
@@ -80,9 +81,6 @@ class MessagesRequest(Conversation, kw_only=True, forbid_unknown_fields=True):
 
     inference_geo: Any = None
 
-
-_SAME_FIELDS: Final = [name for name in Generate.__struct_fields__ if name in MessagesRequest.__struct_fields__]
-_SAME_FIELDS.remove("messages")
 
 _NO_TOOLS: Final = "no tool can be called here"
 _UNSUPPORTED: Final[Mapping[str, tuple[Sequence[Any], str]]] = {
@@ -156,7 +154,7 @@ def generate(request: MessagesRequest) -> Generate:
     """The native request. Raises ApiError as `conversation`, or for want of `max_tokens`."""
     if request.max_tokens is None:
         raise ApiError("invalid", "max_tokens is missing; this API requires it", param="max_tokens")
-    same = {name: getattr(request, name) for name in _SAME_FIELDS}
+    same = {name: getattr(request, name) for name in Sampling.__struct_fields__}
     return Generate(messages=conversation(request), stop=request.stop_sequences, **same)
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from crucible.serve.openai.errors import envelope
 from crucible.serve.openai.requests import Request, StreamOptions
-from crucible.serve.protocol import ApiError, Burst, Choice, End, Served, TokenScore
+from crucible.serve.protocol import ApiError, Burst, Choice, End, Served, TokenScore, no_usable_logit
 from crucible.serve.wire import json_text
 
 _DONE: Final = b"data: [DONE]\n\n"
@@ -72,7 +72,7 @@ class Answer:
     def whole(self, choices: Sequence[Choice]) -> bytes:
         """As `Reply.whole`. Raises ApiError if a choice failed: OpenAI knows no finish reason for that."""
         if any(choice.end.finish_reason == "error" for choice in choices):
-            raise _unusable()
+            raise no_usable_logit()
         entries = [
             {"index": choice.index, **self._choice(choice), "finish_reason": choice.end.finish_reason}
             for choice in choices
@@ -137,7 +137,7 @@ class Answer:
 
     def _ended(self, index: int, end: End) -> bytes:
         if end.finish_reason == "error":
-            return self.failed(_unusable())
+            return self.failed(no_usable_logit())
         return self._chunk(index, self._closing(), end.finish_reason)
 
     def _pattern(self, index: int) -> tuple[bytes, bytes]:
@@ -163,7 +163,3 @@ def _event(chunk: dict[str, Any]) -> bytes:
 
 def _usage(num_prompt: int, num_output: int) -> dict[str, int]:
     return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
-
-
-def _unusable() -> ApiError:
-    return ApiError("internal", "the model gave no usable logit", code="no_usable_logit")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from crucible.serve.openai.answer import Answer
-from crucible.serve.openai.errors import Refusing
 from crucible.serve.openai.logprobs import content
 from crucible.serve.openai.requests import Request, Unsupported, check, generate
 from crucible.serve.protocol import ApiError, Burst, Call, Choice, Reply, Served, TokenScore
@@ -81,7 +80,7 @@ class ChatAnswer(Answer):
         return {"delta": {}, "logprobs": None}
 
 
-class Chat(Refusing):
+class Chat:
     """A `Surface`."""
 
     def read(self, body: bytes, served: Served) -> tuple[list[Call], Reply]:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, Final, TypeAlias, TypeVar
 
 from crucible.serve.openai.answer import Answer
-from crucible.serve.openai.errors import Refusing
 from crucible.serve.openai.logprobs import Row, TokenTable, columns
 from crucible.serve.openai.requests import Request, Unsupported, check, generate
 from crucible.serve.protocol import ApiError, Burst, Call, Choice, Reply, Served, TokenChance, TokenScore
@@ -95,7 +94,7 @@ MAX_PROMPTS: Final = 4096
 """Far more than a server takes at once, and few enough to look at."""
 
 
-class Completions(Refusing):
+class Completions:
     """A `Surface`."""
 
     def read(self, body: bytes, served: Served) -> tuple[list[Call], Reply]:

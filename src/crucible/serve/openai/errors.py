@@ -52,15 +52,12 @@ def envelope(error: ApiError) -> bytes:
     )
 
 
-class Refusing:
-    """What the endpoints have in common as surfaces."""
-
-    def refusal(self, error: ApiError, request_id: str) -> tuple[int, dict[str, str], bytes]:
-        """As `Surface.refusal`. OpenAI names the request in a header alone, which is none of this layer's."""
-        headers = {}
-        if error.retry_after is not None:
-            headers["retry-after"] = str(error.retry_after)
-        if error.kind == "internal":
-            # The official clients send a request that got a 500 two times more; the same one fails the same way.
-            headers["x-should-retry"] = "false"
-        return error.status, headers, envelope(error)
+def refusal(error: ApiError, request_id: str) -> tuple[int, dict[str, str], bytes]:
+    """As `protocol.Refusal`. OpenAI names the request in a header alone, which is none of this layer's."""
+    headers = {}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(error.retry_after)
+    if error.kind == "internal":
+        # The official clients send a request that got a 500 two times more; the same one fails the same way.
+        headers["x-should-retry"] = "false"
+    return error.status, headers, envelope(error)

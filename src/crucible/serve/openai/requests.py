@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from crucible.serve.openai.models import check_model
-from crucible.serve.protocol import ApiError, Generate, Served
+from crucible.serve.protocol import ApiError, Generate, Sampling, Served
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -29,27 +29,14 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Request(Sampling, kw_only=True, forbid_unknown_fields=True):
     """Fields of both endpoints: first those that are `Generate`'s, then the others that are honoured, then those that
     have no effect, because they are about billing, storing, caching or abuse."""
 
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
     n: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
 
     model: str
-    max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -71,9 +58,7 @@ class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return "max_completion_tokens", self.max_completion_tokens
 
 
-_SAME_FIELDS: Final = [
-    name for name in Generate.__struct_fields__ if name in Request.__struct_fields__ and name != "max_tokens"
-]
+_SAME_FIELDS: Final = (*Sampling.__struct_fields__, "n", "stop")
 
 Unsupported = Mapping[str, tuple[Sequence[Any], str]]
 """Fields that cannot be honoured: the values that ask for nothing, and why any other is refused."""
@@ -123,4 +108,4 @@ def _check_stream_options(request: Request) -> None:
 def generate(request: Request, **fields: Any) -> Generate:
     """The native request, but for the fields that are not the same for both endpoints."""
     same = {name: getattr(request, name) for name in _SAME_FIELDS}
-    return Generate(**{"max_tokens": request.limit[1], **same, **fields})
+    return Generate(**{**same, "max_tokens": request.limit[1], **fields})
